@@ -37,7 +37,7 @@ def _lazy(method):
     return functools.cached_property(_on_real_tensors(method))
 
 
-def _to_device(array, device):
+def to_device(array, device):
     """A host array on ``device``, without waiting for it."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
@@ -88,7 +88,7 @@ class Packing:
 
     @_lazy
     def _tables(self):
-        flat = _to_device(np.concatenate([self._host_segments.ravel(), self._host_rows.ravel()]), self.device)
+        flat = to_device(np.concatenate([self._host_segments.ravel(), self._host_rows.ravel()]), self.device)
         split = self._host_segments.size
         return flat[:split].view(5, -1), flat[split:].view(5, -1)
 
@@ -297,7 +297,8 @@ class Plan:
         ratio = self.num_dense_tokens / max(self.num_packed_tokens, 1)
         return (
             f"Plan({self.num_rows} rows x {self.num_columns} columns, {len(self.groups)} groups, "
-            f"{self.padding} padding: {self.num_dense_tokens} dense -> {self.num_packed_tokens} packed tokens, {ratio:.2f}x)"
+            f"{self.padding} padding: {self.num_dense_tokens} dense -> {self.num_packed_tokens} packed tokens, "
+            f"{ratio:.2f}x)"
         )
 
 
