@@ -216,7 +216,7 @@ def _read_batch(batch):
     shape = tuple(main.shape[:2])
     if not all(shape):
         raise InvalidMark(
-            f"expected at least one row and one column, got {name_of(main_role)} of shape {tuple(main.shape)}. "
+            f"expected at least one row and one column, got {name_of(main_role)} of shape {list(main.shape)}. "
             "Skip empty batches."
         )
     mask = next((t for key, t in named if is_named(key, "attention_mask") and t.ndim == 2), None)
@@ -225,8 +225,8 @@ def _read_batch(batch):
 
     holds_prompts = main_role is None or main_role in ("input_ids", "inputs_embeds")
     entries = []
-    # Defining entries first: where one tensor stands under two keys (labels=input_ids), it is marked as the first.
-    for key, tensor in sorted(named, key=lambda item: item[1] is not main):
+    # The main entry first: where one tensor stands under two keys (labels=input_ids), its role is the first.
+    for key, tensor in sorted(named, key=lambda item: item[0] is not main_role):
         row_dim = _row_dim_of(key, tensor, shape)
         if row_dim is None or any(entry.tensor is tensor for entry in entries):
             continue
@@ -251,7 +251,7 @@ def _main_entry(named):
     plain = [item for item in candidates if not any(is_named(item[0], name) for name in unreliable)]
     if candidates:
         return (plain or candidates)[0]
-    got = ", ".join(f"{name_of(key)} {tuple(tensor.shape)}" for key, tensor in named) or "no tensor"
+    got = ", ".join(f"{name_of(key)} {list(tensor.shape)}" for key, tensor in named) or "no tensor"
     raise InvalidMark(f"expected a tensor [B, S, ...] in the batch, got {got}. Pass input_ids or inputs_embeds.")
 
 
