@@ -55,15 +55,15 @@ class Packing:
 
     All tensors are int64 (``valid``: bool) and live on the plan's device. ``[B, size]`` is the dense window.
 
-    ===============  ============  ========================================================================
-    ``pack_index``   ``[T]``       flat position of each token in the dense window: of the row it is taken from
-    ``rows``         ``[T]``       that row
-    ``columns``      ``[T]``       the token's column in the whole batch
-    ``window_columns``  ``[T]``    the token's column in the window
-    ``select``       ``[T]``       where the token stands in the packing of the whole batch
-    ``unpack_index`` ``[B*size]``  the token that each dense position reads; ``T`` at padding, meaning zero
-    ``valid``        ``[B, size]`` False at padding
-    ===============  ============  ========================================================================
+    Attributes:
+        num_tokens: ``T``.
+        pack_index: ``[T]``, the flat position of each token in the dense window, in the row that it is taken from.
+        rows: ``[T]``, that row.
+        columns: ``[T]``, the token's column in the whole batch.
+        window_columns: ``[T]``, its column in the window.
+        select: ``[T]``, where the token stands in the packing of the whole batch.
+        unpack_index: ``[B * size]``, the token that each dense position reads; ``T`` at padding, meaning zero.
+        valid: ``[B, size]``, False at padding.
     """
 
     def __init__(self, plan, offset, size, keep):
