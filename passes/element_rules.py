@@ -73,7 +73,9 @@ def input_element(node: fx.Node, kind: str) -> Element:
     if tensor.dtype == torch.bool:
         return condition_element(tensor, not_zero)
     if kind == "padding_mask":
-        return number_element(tensor, [(rounded(1, tensor.dtype), not_zero), (rounded(0, tensor.dtype), sympy.Not(not_zero))])
+        return number_element(
+            tensor, [(rounded(1, tensor.dtype), not_zero), (rounded(0, tensor.dtype), sympy.Not(not_zero))]
+        )
     return number_element(tensor, [(data, sympy.true)])
 
 
@@ -219,7 +221,6 @@ def _fill(call: Call) -> Element:
     aten.alias.default,
     aten.clone.default,
     aten.detach.default,
-    aten.contiguous.default,
     aten.lift_fresh.default,
     aten.lift_fresh_copy.default,
     aten.expand.default,
@@ -251,7 +252,7 @@ def _unsqueeze(call: Call) -> Element:
     return substitute(call.first(), call.result, [index(d + (d >= at)) for d in range(rank)])
 
 
-@_rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+@_rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.view.default, aten._unsafe_view.default)
 def _view(call: Call) -> Element:
     """Dimensions of size one come and go; dimensions along which the element is constant may be regrouped."""
     source, sizes = call.first(), sizes_of(call.result)
@@ -307,7 +308,9 @@ def _t(call: Call) -> Element:
 def _select(call: Call) -> Element:
     dim, size = call.dim(), call.first().shape[call.dim()]
     at = _offset(call["index"], size)
-    return substitute(call.first(), call.result, [at if d == dim else index(d - (d > dim)) for d in range(len(call.first().shape))])
+    return substitute(
+        call.first(), call.result, [at if d == dim else index(d - (d > dim)) for d in range(len(call.first().shape))]
+    )
 
 
 @_rule(aten.slice.Tensor)
@@ -321,7 +324,9 @@ def _slice(call: Call) -> Element:
 def _flip(call: Call) -> Element:
     shape = call.first().shape
     flipped = {_dim(d, len(shape)) for d in call["dims"]}
-    return substitute(call.first(), call.result, [shape[d] - 1 - index(d) if d in flipped else index(d) for d in range(len(shape))])
+    return substitute(
+        call.first(), call.result, [shape[d] - 1 - index(d) if d in flipped else index(d) for d in range(len(shape))]
+    )
 
 
 def _offset(at: Any, size: Any, clamp: bool = False) -> Any:
@@ -355,7 +360,11 @@ def _index(call: Call) -> Element:
     adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
     front = indexed[0] if adjacent else 0
     rest = iter([*range(front), *range(front + depth, len(call.result.shape))])
-    return substitute(source, call.result, [_index_term(call, at, front, depth) if at is not None else index(next(rest)) for at in given])
+    return substitute(
+        source,
+        call.result,
+        [_index_term(call, at, front, depth) if at is not None else index(next(rest)) for at in given],
+    )
 
 
 @_rule(aten.index_select.default)
@@ -472,16 +481,18 @@ def _logic(operation: Callable[..., Any], *names: str) -> Callable[[Call], Eleme
 _and, _or = _logic(sympy.And, "self", "other"), _logic(sympy.Or, "self", "other")
 _xor = _logic(lambda a, b: _choose(a, sympy.Not(b), b), "self", "other")
 _not = _logic(sympy.Not, "self")
-_rule(aten.logical_and.default, aten.bitwise_and.Tensor, aten.bitwise_and.Scalar, aten.__and__.Tensor, aten.__and__.Scalar)(_and)
-_rule(aten.logical_or.default, aten.bitwise_or.Tensor, aten.bitwise_or.Scalar, aten.__or__.Tensor, aten.__or__.Scalar)(_or)
-_rule(aten.logical_xor.default, aten.bitwise_xor.Tensor, aten.bitwise_xor.Scalar, aten.__xor__.Tensor, aten.__xor__.Scalar)(_xor)
+_rule(aten.logical_and.default, aten.bitwise_and.Tensor, aten.bitwise_and.Scalar)(_and)
+_rule(aten.logical_or.default, aten.bitwise_or.Tensor, aten.bitwise_or.Scalar)(_or)
+_rule(aten.logical_xor.default, aten.bitwise_xor.Tensor, aten.bitwise_xor.Scalar)(_xor)
 _rule(aten.logical_not.default, aten.bitwise_not.default)(_not)
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------------------------
 
 
-def _arithmetic(operation: Callable[..., Any], *names: str, logical: Callable[[Call], Element] | None = None) -> Callable[[Call], Element]:
+def _arithmetic(
+    operation: Callable[..., Any], *names: str, logical: Callable[[Call], Element] | None = None
+) -> Callable[[Call], Element]:
     """Operands are converted to the result's dtype first, as the operation itself does; what it gives is rounded to it."""
 
     def rule(call: Call) -> Element:
@@ -491,7 +502,9 @@ def _arithmetic(operation: Callable[..., Any], *names: str, logical: Callable[[C
                 raise Unknown("arithmetic on Booleans")
             return logical(call)
         operands = [_as_operand(call, call[n]) for n in names]
-        exact = Element(sizes_of(call.result), dtype, combine(lambda *ts: _numeric(operation(call, *ts), dtype), *operands))
+        exact = Element(
+            sizes_of(call.result), dtype, combine(lambda *ts: _numeric(operation(call, *ts), dtype), *operands)
+        )
         return number_element(call.result, as_cases(exact, dtype))
 
     return rule
@@ -526,7 +539,9 @@ def _quotient(call: Call, a: Any, b: Any) -> Any:
 _rule(aten.add.Tensor, aten.add.Scalar)(_arithmetic(_scaled_sum, "self", "other", logical=_or))
 _rule(aten.sub.Tensor, aten.sub.Scalar)(_arithmetic(_difference, "self", "other"))
 _rule(aten.rsub.Scalar, aten.rsub.Tensor)(_arithmetic(lambda call, a, b: _difference(call, b, a), "self", "other"))
-_rule(aten.mul.Tensor, aten.mul.Scalar)(_arithmetic(lambda _, a, b: multiply_terms(a, b), "self", "other", logical=_and))
+_rule(aten.mul.Tensor, aten.mul.Scalar)(
+    _arithmetic(lambda _, a, b: multiply_terms(a, b), "self", "other", logical=_and)
+)
 _rule(aten.neg.default)(_arithmetic(lambda _, a: multiply_terms(-1, a), "self"))
 _rule(aten.div.Tensor, aten.div.Scalar)(_arithmetic(_quotient, "self", "other"))
 
@@ -558,7 +573,10 @@ def _abs(call: Call) -> Element:
     cases = []
     for value, condition in as_cases(call.first(), call.result.dtype):
         positive = at_least_terms(value, 0)
-        cases += [(value, sympy.And(condition, positive)), (multiply_terms(-1, value), sympy.And(condition, sympy.Not(positive)))]
+        cases += [
+            (value, sympy.And(condition, positive)),
+            (multiply_terms(-1, value), sympy.And(condition, sympy.Not(positive))),
+        ]
     return number_element(call.result, cases)
 
 
@@ -576,16 +594,20 @@ def _cumsum(call: Call) -> Element:
 # -- selection ---------------------------------------------------------------------------------------------------------------------------
 
 
-@_rule(aten.where.self, aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf)
+@_rule(aten.where.self)
 def _where(call: Call) -> Element:
     condition = as_condition(call.broadcast(call["condition"]))
-    return _first_that_holds(call, [(call.broadcast(call["self"]), condition), (call.broadcast(call["other"]), sympy.true)])
+    return _first_that_holds(
+        call, [(call.broadcast(call["self"]), condition), (call.broadcast(call["other"]), sympy.true)]
+    )
 
 
 @_rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def _masked_fill(call: Call) -> Element:
     condition = as_condition(call.broadcast(call["mask"]))
-    return _first_that_holds(call, [(call.broadcast(call["value"]), condition), (call.broadcast(call["self"]), sympy.true)])
+    return _first_that_holds(
+        call, [(call.broadcast(call["value"]), condition), (call.broadcast(call["self"]), sympy.true)]
+    )
 
 
 @_rule(aten.tril.default)
@@ -601,7 +623,10 @@ def _triu(call: Call) -> Element:
 def _triangle(call: Call, inside: Callable[[Any, Any], Any]) -> Element:
     sizes = sizes_of(call.result)
     row, column = (0 if sizes[d] == 1 else index(d) for d in (len(sizes) - 2, len(sizes) - 1))
-    return _first_that_holds(call, [(call.first(), inside(sympy.sympify(row), sympy.sympify(column))), (_constant(call.result, 0), sympy.true)])
+    return _first_that_holds(
+        call,
+        [(call.first(), inside(sympy.sympify(row), sympy.sympify(column))), (_constant(call.result, 0), sympy.true)],
+    )
 
 
 __all__ = ["RULES", "constant_element", "evaluate", "input_element"]

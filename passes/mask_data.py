@@ -1,6 +1,6 @@
 """The data that a mask's verdict depends on: which inputs it reads, and the operations that compute it on the actual tensors.
 
-    not attention_mask[i0, i3] == 0        becomes        logical_not(eq(attention_mask, 0))                          [B, S]
+not attention_mask[i0, i3] == 0        becomes        logical_not(eq(attention_mask, 0))                          [B, S]
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ def padding_source(condition: Boolean, axis: str = "kv") -> fx.Node | None:
 
 
 def emit_condition(
-    call: Callable[..., fx.Node], condition: Boolean, axis: str, batch_size: Any, length: Any, lookup: Callable[[fx.Node], fx.Node]
+    call: Callable[..., fx.Node],
+    condition: Boolean,
+    axis: str,
+    batch_size: Any,
+    length: Any,
+    lookup: Callable[[fx.Node], fx.Node],
 ) -> fx.Node:
     """Emits a condition over (b, axis), axis "kv" or "q", as a Boolean tensor [batch_size, length].
 
@@ -45,7 +50,9 @@ def emit_condition(
     return call(aten.expand.default, emission.condition(condition), [batch_size, length])
 
 
-def emit_fact(call: Callable[..., fx.Node], fact: Boolean, sizes: Sequence[Any], lookup: Callable[[fx.Node], fx.Node]) -> fx.Node:
+def emit_fact(
+    call: Callable[..., fx.Node], fact: Boolean, sizes: Sequence[Any], lookup: Callable[[fx.Node], fx.Node]
+) -> fx.Node:
     """Emits whether a condition over (b, h, q, kv) holds at every index below `sizes`, as a Boolean scalar tensor."""
     used = [i for i, axis in enumerate(AXES) if axis in fact.free_symbols]
     emission = _Emission(call, [AXES[i] for i in used], [sizes[i] for i in used], lookup, fact)
@@ -63,7 +70,9 @@ class _Emission:
 
     def condition(self, condition: Boolean) -> fx.Node:
         if condition in (sympy.true, sympy.false):
-            return self.call(aten.full.default, [1] * len(self.axes), bool(condition), dtype=torch.bool, device=self.device)
+            return self.call(
+                aten.full.default, [1] * len(self.axes), bool(condition), dtype=torch.bool, device=self.device
+            )
         if isinstance(condition, sympy.Not):
             return self.call(aten.logical_not.default, self.condition(condition.args[0]))
         if isinstance(condition, (sympy.And, sympy.Or)):
@@ -101,7 +110,9 @@ class _Emission:
         if axis not in self._aranges:
             at = self.axes.index(axis)
             line = self.call(aten.arange.default, self.sizes[at], dtype=torch.int64, device=self.device)
-            self._aranges[axis] = self.call(aten.view.default, line, [-1 if i == at else 1 for i in range(len(self.axes))])
+            self._aranges[axis] = self.call(
+                aten.view.default, line, [-1 if i == at else 1 for i in range(len(self.axes))]
+            )
         return self._aranges[axis]
 
     def data(self, data: Data) -> fx.Node:
@@ -111,7 +122,8 @@ class _Emission:
             return tensor
         sizes = [n.node.expr if isinstance(n, torch.SymInt) else n for n in self.sizes]
         as_it_is = len(whole) == len(self.axes) and all(
-            (at == axis and n == size) or (at == 0 and n == 1) for at, axis, n, size in zip(data.indices, self.axes, whole, sizes, strict=True)
+            (at == axis and n == size) or (at == 0 and n == 1)
+            for at, axis, n, size in zip(data.indices, self.axes, whole, sizes, strict=True)
         )
         if as_it_is:
             return tensor

@@ -134,7 +134,8 @@ def is_masking(number: float, dtype: torch.dtype) -> bool:
 
 
 def _least_masking(dtype: torch.dtype) -> float:
-    return -1e4 if dtype == torch.float16 else -1e9
+    # -1e9 itself, as bfloat16 rounds it
+    return -1e4 if dtype == torch.float16 else -998244352.0
 
 
 # -- classification ----------------------------------------------------------------------------------------------------------------------
@@ -373,7 +374,9 @@ def _decided(atom: Boolean, sizes: Sequence[Any]) -> Boolean | None:
     if over is not None and over.free_symbols <= {_DISTANCE}:
         return None
     expression = sympy.expand(atom.args[0] - atom.args[1])
-    if not expression.is_polynomial(*AXES) or any(sympy.degree(expression, a) > 1 for a in expression.free_symbols & set(AXES)):
+    if not expression.is_polynomial(*AXES) or any(
+        sympy.degree(expression, a) > 1 for a in expression.free_symbols & set(AXES)
+    ):
         return None
     least = most = expression
     for axis, size in zip(AXES, sizes, strict=True):

@@ -306,7 +306,11 @@ class Element:
         return self.dtype == torch.bool
 
     def depends_on(self, dim: int) -> bool:
-        parts = [self.value] if self.is_condition else [p for case in self.value for p in case if isinstance(p, sympy.Basic)]
+        parts = (
+            [self.value]
+            if self.is_condition
+            else [p for case in self.value for p in case if isinstance(p, sympy.Basic)]
+        )
         return any(index(dim) in p.free_symbols for p in parts)
 
     def __str__(self) -> str:
@@ -333,7 +337,9 @@ def merge_cases(cases: Sequence[tuple[Term, Boolean]]) -> tuple[tuple[Term, Bool
     for value, condition in cases:
         if is_never(condition):
             continue
-        key = (isinstance(value, float) and math.isnan(value) and "nan") or (value + 0.0 if isinstance(value, float) else value)
+        key = (isinstance(value, float) and math.isnan(value) and "nan") or (
+            value + 0.0 if isinstance(value, float) else value
+        )
         condition = sympy.Or(merged[key][1], condition) if key in merged else condition
         merged[key] = (value, condition)
     if len(merged) > MAX_CASES:
@@ -358,7 +364,9 @@ def as_cases(element: Element, dtype: torch.dtype) -> tuple[tuple[Term, Boolean]
     return merge_cases([(cast_term(t, dtype, element.dtype), c) for t, c in element.value])
 
 
-def combine(operation: Callable[..., Term], *operands: Sequence[tuple[Term, Boolean]]) -> tuple[tuple[Term, Boolean], ...]:
+def combine(
+    operation: Callable[..., Term], *operands: Sequence[tuple[Term, Boolean]]
+) -> tuple[tuple[Term, Boolean], ...]:
     """Applies an operation of terms to every combination of cases that can occur."""
     result: list[tuple[tuple[Term, ...], Boolean]] = [((), sympy.true)]
     for cases in operands:
@@ -369,7 +377,9 @@ def combine(operation: Callable[..., Term], *operands: Sequence[tuple[Term, Bool
     return merge_cases([(operation(*ts), c) for ts, c in result])
 
 
-def test(operation: Callable[[Term, Term], Boolean], a: Sequence[tuple[Term, Boolean]], b: Sequence[tuple[Term, Boolean]]) -> Boolean:
+def test(
+    operation: Callable[[Term, Term], Boolean], a: Sequence[tuple[Term, Boolean]], b: Sequence[tuple[Term, Boolean]]
+) -> Boolean:
     """Where a relation of two operands holds."""
     return sympy.Or(*(sympy.And(c, d, operation(s, t)) for s, c in a for t, d in b if not is_never(sympy.And(c, d))))
 
