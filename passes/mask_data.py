@@ -1,6 +1,6 @@
-"""The data that a mask's verdict depends on: which inputs it reads, and the operations that compute it on the actual tensors.
+"""The data that a mask's verdict depends on: which inputs it reads, and the operations that compute it at the call.
 
-not attention_mask[i0, i3] == 0        becomes        logical_not(eq(attention_mask, 0))                          [B, S]
+not attention_mask[i0, i3] == 0        becomes        logical_not(eq(attention_mask, 0))        [B, S]
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def verdict_data_atoms(verdict: Any) -> list[tuple[fx.Node, tuple[sympy.Expr, ..
 
 
 def padding_source(condition: Boolean, axis: str = "kv") -> fx.Node | None:
-    """The input whose element at (b, axis) a condition requires to be other than zero, if that is all that it requires."""
+    """The input whose element at (b, axis) a condition requires not to be zero, if that is all that it requires."""
     if not (isinstance(condition, sympy.Not) and isinstance(condition.args[0], Equals)):
         return None
     data, other = condition.args[0].args

@@ -1,15 +1,16 @@
 """The element of a tensor as a symbolic expression of its index: terms, conditions and their arithmetic.
 
-An element of a [B, 1, S, S] causal mask is the condition `i2 - i3 >= 0`; of its additive form, the cases `0 where i2 - i3 >= 0, -inf
-elsewhere`. Three kinds of things make up an element:
+An element of a [B, 1, S, S] causal mask is the condition `i2 - i3 >= 0`; of its additive form, the cases
+`0 where i2 - i3 >= 0, -inf elsewhere`. Three kinds of things make up an element:
 
-- *terms*, the numbers: a Python number, an integer expression that is affine in the index variables, or `Data`, an element read
-  from an input of the graph of which nothing else is known;
+- *terms*, the numbers: a Python number, an integer expression that is affine in the index variables, or `Data`, an
+  element read from an input of the graph of which nothing else is known;
 - *conditions*: sympy Booleans over the atoms `AtLeast(a, b)` (a >= b) and `Equals(a, b)`;
 - *cases*: terms under conditions of which exactly one holds.
 
-Arithmetic is exact or it is not done: every operation either returns what the tensor holds, rounded as its dtype rounds, or raises
-`Unknown`. Floats are ordered only as constants, because `not a < b` is not `a >= b` for a NaN that data may hold.
+Arithmetic is exact or it is not done: every operation either returns what the tensor holds, rounded as its dtype rounds,
+or raises `Unknown`. Floats are ordered only as constants, because `not a < b` is not `a >= b` for a NaN, which data may
+hold.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from sympy.logic.boolalg import Boolean, BooleanFunction
 Term = "int | float | sympy.Expr"
 MAX_CASES = 16
 
-# Bounds of an affine expression's coefficients and of its constant within which these dtypes hold its value exactly, as long as index
-# variables stay below 2**20: a mask over more tokens than that cannot be materialised.
+# Bounds of an affine expression's coefficients and of its constant within which these dtypes hold its value exactly,
+# as long as index variables stay below 2**20: a mask over more tokens than that cannot be materialised.
 _AFFINE_LIMITS = {
     torch.int64: (2**20, 2**40),
     torch.float64: (2**20, 2**40),
@@ -52,7 +53,7 @@ AXES = BATCH, HEAD, QUERY, KEY = tuple(index(d) for d in range(4))
 AXIS_NAMES = ("b", "h", "q", "kv")
 
 
-# -- atoms -------------------------------------------------------------------------------------------------------------------------------
+# -- atoms ---------------------------------------------------------------------------------------------------
 
 
 class Source(sympy.Atom):
@@ -138,7 +139,7 @@ def atoms_of(condition: Boolean) -> list[Boolean]:
     return sorted(condition.atoms(AtLeast, Equals), key=str)
 
 
-# -- terms -------------------------------------------------------------------------------------------------------------------------------
+# -- terms ---------------------------------------------------------------------------------------------------
 
 
 def is_number(term: Term) -> bool:
@@ -252,6 +253,7 @@ def equal_terms(a: Term, b: Term) -> Boolean:
     if is_number(a) and is_number(b):
         return sympy.true if a == b else sympy.false
     if _has_data(a) or _has_data(b):
+        _check_fits(a, b)
         return Equals(_operand(a), _operand(b))
     if any(isinstance(x, float) and not x.is_integer() for x in (a, b)):
         return sympy.false
@@ -268,11 +270,19 @@ def at_least_terms(a: Term, b: Term) -> Boolean:
         raise Unknown("an index compared with an infinity")
     a = math.floor(a) if isinstance(a, float) else a
     b = math.ceil(b) if isinstance(b, float) else b
+    _check_fits(a, b)
     return AtLeast(a, b)
 
 
 def _has_data(value: Term) -> bool:
     return not is_number(value) and value.has(Data)
+
+
+def _check_fits(a: Term, b: Term) -> None:
+    """Data may be compared only with numbers that its dtype holds: the comparison is made again on the input itself."""
+    for data, other in ((a, b), (b, a)):
+        if isinstance(data, Data) and is_number(other) and data.dtype != torch.bool:
+            rounded(other, data.dtype)
 
 
 def _operand(value: Term) -> sympy.Expr:
@@ -283,7 +293,7 @@ def _operand(value: Term) -> sympy.Expr:
     return sympy.sympify(value)
 
 
-# -- elements ----------------------------------------------------------------------------------------------------------------------------
+# -- elements ------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,11 +408,12 @@ def substitute(element: Element, tensor: torch.Tensor, indices: Sequence[Any]) -
     return Element(sizes, element.dtype, merge_cases(cases))
 
 
-# -- decisions ---------------------------------------------------------------------------------------------------------------------------
+# -- decisions -----------------------------------------------------------------------------------------------
 
 
 def threshold_points(atom: Boolean, variable: sympy.Symbol) -> tuple[int, ...] | None:
-    """The integers at which the truth of an atom that is affine in `variable` changes: it is constant on [point, next point).
+    """The integers at which the truth of an atom that is affine in `variable` changes: it is constant on [point,
+    next point).
 
     None if the atom is not of that form.
     """

@@ -1,8 +1,9 @@
-"""Mask programs for the tests of masks: tracing them, evaluating their symbolic elements by brute force, drawing random ones."""
+"""Mask programs for the tests of masks: tracing, evaluation of symbolic elements by brute force, random programs."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -10,11 +11,12 @@ from typing import Any
 
 import sympy
 import torch
-from dualkv_compile.passes import masks
-from dualkv_compile.passes.symbolic import Data, Equals, index
 from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from dualkv_compile.passes import masks
+from dualkv_compile.passes.symbolic import Data, Equals, index
 
 
 @dataclasses.dataclass
@@ -52,7 +54,7 @@ def verdict_of(
     return masks.classify(element, kind="bool" if element.is_condition else "additive", dtype=scores)
 
 
-# -- brute force -----------------------------------------------------------------------------------------------------------
+# -- brute force ---------------------------------------------------------------------------------------------
 
 
 def tabulate(element: masks.Element, data: dict[fx.Node, torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
@@ -116,11 +118,14 @@ def promised(verdict: masks.Verdict, data: dict[fx.Node, torch.Tensor], batch: i
         allowed = allowed & (distance < verdict.window)
     for axis, condition in (("kv", verdict.key_data), ("q", verdict.query_data)):
         if condition is not None:
-            table = run_emitted(
-                lambda call, lookup: masks.emit_condition(call, condition, axis, batch, length, lookup), data
-            )
+            emit = functools.partial(_emit, condition=condition, axis=axis, sizes=(batch, length))
+            table = run_emitted(emit, data)
             allowed = allowed & (table[:, None, :] if axis == "kv" else table[:, :, None])
     return allowed
+
+
+def _emit(call, lookup, *, condition, axis, sizes):
+    return masks.emit_condition(call, condition, axis, *sizes, lookup)
 
 
 def allowed_by(mask: torch.Tensor, batch: int, length: int) -> torch.Tensor:
@@ -130,9 +135,10 @@ def allowed_by(mask: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     return allowed[:, 0]
 
 
-# -- random programs -------------------------------------------------------------------------------------------------------
+# -- random programs -----------------------------------------------------------------------------------------
 #
-# A program is a tree of small closures over (pad, lengths): [B, S] of 0 and 1, and [B]. What is drawn is its structure.
+# A program is a tree of small closures over (pad, lengths): [B, S] of 0 and 1, and [B]. What is drawn is its
+# structure.
 
 Program = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

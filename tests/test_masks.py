@@ -7,10 +7,11 @@ import math
 import mask_programs as mp
 import pytest
 import torch
-from dualkv_compile.passes import masks
-from dualkv_compile.passes.element_rules import RULES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from dualkv_compile.passes import masks
+from dualkv_compile.passes.element_rules import RULES
 
 B, S = 3, 6
 MODES = ("fake", "symbolic")
@@ -24,7 +25,7 @@ def _lengths(batch: int = B, length: int = S, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, length + 1, (batch,), generator=torch.Generator().manual_seed(seed))
 
 
-# -- elements ----------------------------------------------------------------------------------------------------------------
+# -- elements ------------------------------------------------------------------------------------------------
 
 _x = torch.arange(B * S).reshape(B, S) % 5 - 2
 _f = torch.tensor([[0.0, -1.0, math.inf, math.nan, 2.5, -0.0]] * B)
@@ -140,6 +141,7 @@ def test_every_rule_is_tested():
         lambda p, x, f: x.cumsum(1),
         lambda p, x, f: torch.full((2,), 100, dtype=torch.int8) + 100,  # overflows
         lambda p, x, f: x.sum(),
+        lambda p, x, f: x.to(torch.int32).long() == 2**40,
     ],
 )
 def test_what_cannot_be_written_exactly_is_unknown(program):
@@ -162,7 +164,7 @@ def test_constants_and_progressions_are_seen():
     assert masks.is_arange(positions, -1) == 1
 
 
-# -- masks of real programs ----------------------------------------------------------------------------------------------------
+# -- masks of real programs ----------------------------------------------------------------------------------
 
 
 def _hf(builder: str, implementation: str, window: int | None = None):
@@ -312,7 +314,7 @@ def test_lengths_are_a_condition_on_the_key():
     assert torch.equal(mp.promised(verdict, data, B, S), mp.allowed_by(program(lengths, _pad()), B, S))
 
 
-# -- near misses ---------------------------------------------------------------------------------------------------------------
+# -- near misses ---------------------------------------------------------------------------------------------
 
 
 def _q():
@@ -409,7 +411,7 @@ def test_a_window_is_kept_where_lengths_are_symbolic():
     assert mp.verdict_of(program, (_pad(),), mode="symbolic") == masks.Verdict("causal", window=100)
 
 
-# -- random programs -----------------------------------------------------------------------------------------------------------
+# -- random programs -----------------------------------------------------------------------------------------
 
 
 def _check_verdict(program, traced, verdict, batch, length, seeds=(0, 1, 2)):
