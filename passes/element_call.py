@@ -1,4 +1,4 @@
-"""What rules for symbolic elements are written with: one call of an ATen operation and the elements of its arguments."""
+"""What rules for symbolic elements are written with: one call of an ATen operation, and its arguments' elements."""
 
 from __future__ import annotations
 

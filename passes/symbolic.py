@@ -8,8 +8,8 @@ An element of a [B, 1, S, S] causal mask is the condition `i2 - i3 >= 0`; of its
 - *conditions*: sympy Booleans over the atoms `AtLeast(a, b)` (a >= b) and `Equals(a, b)`;
 - *cases*: terms under conditions of which exactly one holds.
 
-Arithmetic is exact or it is not done: every operation either returns what the tensor holds, rounded as its dtype rounds,
-or raises `Unknown`. Floats are ordered only as constants, because `not a < b` is not `a >= b` for a NaN, which data may
+Arithmetic is exact or it is not done: every operation returns what the tensor holds, rounded as its dtype rounds, or
+raises `Unknown`. Floats are ordered only as constants, because `not a < b` is not `a >= b` for a NaN, which data may
 hold.
 """
 
