@@ -75,7 +75,9 @@ class Call:
     def example(self, argument: Any) -> Any:
         """A tensor or number of the argument's dtype and rank, for type promotion."""
         value = self.fake(argument)
-        return 0 if isinstance(value, torch.SymInt) else value
+        if isinstance(value, torch.SymInt):
+            return 0
+        return 0.0 if isinstance(value, torch.SymFloat) else value
 
     def broadcast(self, argument: Any) -> Element:
         """The element of an argument as a function of the result's index."""
