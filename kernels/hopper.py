@@ -1,0 +1,61 @@
+"""Launchers of the Hopper kernels: descriptors, block sizes, grids."""
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dualkv_compile.kernels import hopper_backward, hopper_forward
+
+_HALF = 64
+_LOG2E = 1.4426950408889634
+
+# Head dim -> (block, stages): keys a step in the forward and dQ, queries a step in dK/dV.
+FORWARD = {64: (128, 2), 128: (128, 2)}
+KEY_GRADIENTS = {64: (64, 2), 128: (64, 2)}
+QUERY_GRADIENTS = {64: (128, 2), 128: (64, 2)}
+
+
+def forward(q, k, v, out, lse, tiles, scale, sinks):
+    heads, tokens, dim = q.shape[1:]
+    block, stages = FORWARD[dim]
+    hopper_forward.forward[(tiles.shape[0] * heads,)](
+        _rows(q, _HALF), _rows(k, block), _rows(v, block), out, lse, lse if sinks is None else sinks.contiguous(), tiles,
+        scale * _LOG2E, tokens, heads, heads // k.shape[1], dim, block, stages, sinks is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def backward(q, k, v, dout, statistics, dq, dk, dv, query_tiles, key_tiles, scale):
+    """``statistics`` [2, H, T4] float32: lse in units of log2, and delta; ``T4`` is a multiple of 4."""
+    heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[3]
+    lse2, delta = statistics
+    padded = statistics.shape[2]
+    block, stages = KEY_GRADIENTS[dim]
+    hopper_backward.key_gradients[(key_tiles.shape[0] * kv_heads,)](
+        _rows(q, block), _rows(k, _HALF), _rows(v, _HALF), _rows(dout, block), _vector(statistics.view(-1), block), dk, dv,
+        key_tiles, scale * _LOG2E, scale, padded, kv_heads, heads // kv_heads, dim, block, stages, num_warps=4,
+    )  # fmt: skip
+    block, stages = QUERY_GRADIENTS[dim]
+    hopper_backward.query_gradients[(query_tiles.shape[0] * heads,)](
+        _rows(q, _HALF), _rows(dout, _HALF), _rows(k, block), _rows(v, block), dq, lse2, delta, query_tiles,
+        scale * _LOG2E, scale, padded, heads, heads // kv_heads, dim, block, stages, num_warps=4,
+    )  # fmt: skip
+
+
+def _rows(x, block):
+    """A descriptor over [T, heads * D] of ``x`` [1, heads, T, D]; a copy if its heads do not lie side by side."""
+    _, heads, tokens, dim = x.shape
+    stride = x.stride(2)
+    aligned = stride * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0 and stride >= heads * dim
+    if x.stride(3) != 1 or (heads > 1 and x.stride(1) != dim) or not aligned:
+        x = x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+        stride = heads * dim
+    matrix = x.as_strided((tokens, heads * dim), (stride, 1))
+    shape = [block, dim]
+    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for(shape, dtype)
+    return TensorDescriptor(matrix, [tokens, heads * dim], [stride, 1], shape, layout)
+
+
+def _vector(x, block):
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    return TensorDescriptor(x, [x.shape[0]], [1], [block], layout)

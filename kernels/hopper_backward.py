@@ -1,0 +1,244 @@
+"""The backward for Hopper in Gluon: one kernel for dK and dV, one for dQ, both without atomics.
+
+As in the forward, two consumer warpgroups of 64 rows each are fed by one warp through TMA. In the dK/dV kernel the rows
+are keys and each step takes ``BM`` queries; lse and delta are staged in shared memory too, and the blocks that need a mask
+(the diagonal, and the last of the group) are peeled out of the main loop: both keep the main loop free of spills.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dualkv_compile.kernels.hopper_forward import HALF, barriers, first_key, query_tile, visible
+
+# ------------------------------------------------------------------------------------------------------ dK and dV
+
+
+@gluon.jit
+def _load_query_block(d_q, d_do, d_stat, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i, m, head, T4,
+                      rows, STAGES: gl.constexpr, D: gl.constexpr):  # fmt: skip
+    stage = i % STAGES
+    phase = (i // STAGES) & 1
+    mbarrier.wait(q_free.index(stage), phase ^ 1)
+    mbarrier.expect(q_full.index(stage), d_q.block_type.nbytes + d_stat.block_type.nbytes)
+    tma.async_copy_global_to_shared(d_q, [m, head * D], q_full.index(stage), s_q.index(stage))
+    tma.async_copy_global_to_shared(d_stat, [head * T4 + m], q_full.index(stage), s_lse.index(stage))
+    mbarrier.wait(do_free.index(stage), phase ^ 1)
+    mbarrier.expect(do_full.index(stage), d_do.block_type.nbytes + d_stat.block_type.nbytes)
+    tma.async_copy_global_to_shared(d_do, [m, head * D], do_full.index(stage), s_do.index(stage))
+    tma.async_copy_global_to_shared(d_stat, [rows + head * T4 + m], do_full.index(stage), s_delta.index(stage))
+
+
+@gluon.jit
+def _edge_query(e, k0, blocks, BM: gl.constexpr):
+    """First query of the e-th masked block: those on the diagonal, then the last."""
+    return k0 + gl.where(e < 2 * HALF // BM, e, blocks - 1) * BM
+
+
+@gluon.jit
+def _load_queries(d_q, d_k, d_v, d_do, d_stat, s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_free, do_full,
+                  do_free, k0, end, kv_head, blocks, edges, T4, rows, GROUP: gl.constexpr, STAGES: gl.constexpr,
+                  BM: gl.constexpr, D: gl.constexpr):  # fmt: skip
+    for j in gl.static_range(2):
+        mbarrier.expect(kv_full.index(j), d_k.block_type.nbytes + d_v.block_type.nbytes)
+        tma.async_copy_global_to_shared(d_k, [k0 + j * HALF, kv_head * D], kv_full.index(j), s_k.index(j))
+        tma.async_copy_global_to_shared(d_v, [k0 + j * HALF, kv_head * D], kv_full.index(j), s_v.index(j))
+    i = 0
+    for e in range(0, GROUP * edges):
+        m = _edge_query(e % edges, k0, blocks, BM)
+        _load_query_block(d_q, d_do, d_stat, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i, m,
+                          kv_head * GROUP + e // edges, T4, rows, STAGES, D)  # fmt: skip
+        i += 1
+    for member in range(0, GROUP):
+        for b in range(0, blocks - edges):
+            m = k0 + 2 * HALF + b * BM
+            _load_query_block(d_q, d_do, d_stat, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i, m,
+                              kv_head * GROUP + member, T4, rows, STAGES, D)  # fmt: skip
+            i += 1
+
+
+@gluon.jit
+def _query_step(b_k, b_v, b_dk, b_dv, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i, m, i_key, end,
+                scale2, MASK: gl.constexpr, STAGES: gl.constexpr, BM: gl.constexpr, D: gl.constexpr):  # fmt: skip
+    dtype: gl.constexpr = s_q.dtype
+    l_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    l_o: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    l_p: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=l_o, k_width=2)
+    stage = i % STAGES
+    phase = (i // STAGES) & 1
+    zero = gl.zeros((HALF, BM), gl.float32, l_s)
+    mbarrier.wait(q_full.index(stage), phase)
+    b_s = warpgroup_mma(b_k, s_q.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)  # [HALF, BM]
+    mbarrier.wait(do_full.index(stage), phase)
+    b_dp = warpgroup_mma(b_v, s_do.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)  # [HALF, BM]
+    b_lse = s_lse.index(stage).load(gl.SliceLayout(0, l_s))
+    b_s = warpgroup_mma_wait(num_outstanding=1, deps=(b_s,))
+    b_p = gl.exp2(b_s * scale2 - b_lse[None, :])
+    if MASK:
+        i_query = m + gl.arange(0, BM, layout=gl.SliceLayout(0, l_s))
+        b_p = gl.where((i_query < end)[None, :] & (i_key[:, None] <= i_query[None, :]), b_p, 0.0)
+    b_weights = gl.convert_layout(b_p.to(dtype), l_p)
+    b_dp = warpgroup_mma_wait(num_outstanding=0, deps=(b_dp,))
+    b_dv = warpgroup_mma(b_weights, s_do.index(stage), b_dv, is_async=True)
+    b_delta = s_delta.index(stage).load(gl.SliceLayout(0, l_s))
+    b_ds = gl.convert_layout((b_p * (b_dp - b_delta[None, :])).to(dtype), l_p)
+    b_dk = warpgroup_mma(b_ds, s_q.index(stage), b_dk, is_async=True)
+    b_dv = warpgroup_mma_wait(num_outstanding=1, deps=(b_dv,))
+    mbarrier.arrive(do_free.index(stage), count=1)
+    b_dk = warpgroup_mma_wait(num_outstanding=0, deps=(b_dk,))
+    mbarrier.arrive(q_free.index(stage), count=1)
+    return b_dk, b_dv
+
+
+@gluon.jit
+def _consume_queries(s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_free, do_full, do_free, p_dk, p_dv, scale2,
+                     scale, k0, k1, end, kv_head, blocks, edges, J: gl.constexpr, HK: gl.constexpr,
+                     GROUP: gl.constexpr, STAGES: gl.constexpr, BM: gl.constexpr, D: gl.constexpr):  # fmt: skip
+    l_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    l_o: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    i_key = k0 + J * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, l_s))
+    b_dk = gl.zeros((HALF, D), gl.float32, l_o)
+    b_dv = gl.zeros((HALF, D), gl.float32, l_o)
+    mbarrier.wait(kv_full.index(J), 0)
+    b_k = s_k.index(J)
+    b_v = s_v.index(J)
+    for e in range(0, GROUP * edges):
+        m = _edge_query(e % edges, k0, blocks, BM)
+        b_dk, b_dv = _query_step(b_k, b_v, b_dk, b_dv, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, e,
+                                 m, i_key, end, scale2, True, STAGES, BM, D)  # fmt: skip
+    for i in range(GROUP * edges, GROUP * blocks):
+        b_dk, b_dv = _query_step(b_k, b_v, b_dk, b_dv, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i,
+                                 0, i_key, end, scale2, False, STAGES, BM, D)  # fmt: skip
+    i_out = k0 + J * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, l_o))
+    i_dim = gl.arange(0, D, layout=gl.SliceLayout(0, l_o))
+    offset = i_out.to(gl.int64)[:, None] * (HK * D) + kv_head * D + i_dim[None, :]
+    gl.store(p_dk + offset, (b_dk * scale).to(s_q.dtype), mask=(i_out < k1)[:, None])
+    gl.store(p_dv + offset, b_dv.to(s_q.dtype), mask=(i_out < k1)[:, None])
+
+
+@gluon.jit
+def key_gradients(d_q, d_k, d_v, d_do, d_stat, p_dk, p_dv, p_tiles, scale2, scale, T4, HK: gl.constexpr,
+                  GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    pid = gl.program_id(0)
+    kv_head = pid % HK
+    tile = p_tiles + pid // HK * 4
+    k0 = gl.load(tile)
+    k1 = gl.load(tile + 1)
+    end = gl.load(tile + 2)
+    blocks = (end - k0 + BM - 1) // BM
+    diagonal: gl.constexpr = 2 * HALF // BM
+    edges = gl.minimum(blocks, diagonal + gl.where((end - k0) % BM > 0, 1, 0))
+    rows = T4 * (HK * GROUP)
+    s_k = gl.allocate_shared_memory(d_k.dtype, [2] + d_k.block_type.shape, d_k.layout)
+    s_v = gl.allocate_shared_memory(d_v.dtype, [2] + d_v.block_type.shape, d_v.layout)
+    s_q = gl.allocate_shared_memory(d_q.dtype, [STAGES] + d_q.block_type.shape, d_q.layout)
+    s_do = gl.allocate_shared_memory(d_do.dtype, [STAGES] + d_do.block_type.shape, d_do.layout)
+    s_lse = gl.allocate_shared_memory(d_stat.dtype, [STAGES] + d_stat.block_type.shape, d_stat.layout)
+    s_delta = gl.allocate_shared_memory(d_stat.dtype, [STAGES] + d_stat.block_type.shape, d_stat.layout)
+    kv_full = barriers(2, 1)
+    q_full = barriers(STAGES, 1)
+    do_full = barriers(STAGES, 1)
+    q_free = barriers(STAGES, 2)
+    do_free = barriers(STAGES, 2)
+    gl.warp_specialize([
+        (_consume_queries, (s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_free, do_full, do_free, p_dk, p_dv,
+                            scale2, scale, k0, k1, end, kv_head, blocks, edges, gl.constexpr(0), HK, GROUP, STAGES, BM,
+                            D)),
+        (_consume_queries, (s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_free, do_full, do_free, p_dk, p_dv,
+                            scale2, scale, k0, k1, end, kv_head, blocks, edges, gl.constexpr(1), HK, GROUP, STAGES, BM,
+                            D)),
+        (_load_queries, (d_q, d_k, d_v, d_do, d_stat, s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_free,
+                         do_full, do_free, k0, end, kv_head, blocks, edges, T4, rows, GROUP, STAGES, BM, D)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- dQ
+
+
+@gluon.jit
+def _load_keys(d_q, d_do, d_k, d_v, s_q, s_do, s_k, s_v, q_full, k_full, k_free, v_full, v_free, q0, head, kv_head, p0,
+               n_prefix, s0, blocks, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr):  # fmt: skip
+    for j in gl.static_range(2):
+        mbarrier.expect(q_full.index(j), d_q.block_type.nbytes + d_do.block_type.nbytes)
+        tma.async_copy_global_to_shared(d_q, [q0 + j * HALF, head * D], q_full.index(j), s_q.index(j))
+        tma.async_copy_global_to_shared(d_do, [q0 + j * HALF, head * D], q_full.index(j), s_do.index(j))
+    for i in range(0, blocks):
+        stage = i % STAGES
+        phase = (i // STAGES) & 1
+        key = first_key(i, n_prefix, p0, s0, BN)
+        mbarrier.wait(v_free.index(stage), phase ^ 1)
+        mbarrier.expect(v_full.index(stage), d_v.block_type.nbytes)
+        tma.async_copy_global_to_shared(d_v, [key, kv_head * D], v_full.index(stage), s_v.index(stage))
+        mbarrier.wait(k_free.index(stage), phase ^ 1)
+        mbarrier.expect(k_full.index(stage), d_k.block_type.nbytes)
+        tma.async_copy_global_to_shared(d_k, [key, kv_head * D], k_full.index(stage), s_k.index(stage))
+
+
+@gluon.jit
+def _consume_keys(s_q, s_do, s_k, s_v, q_full, k_full, k_free, v_full, v_free, p_dq, p_lse2, p_delta, scale2, scale, T4,
+                  q0, q1, head, p0, p1, n_prefix, s0, blocks, own_full, J: gl.constexpr, H: gl.constexpr,
+                  STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr):  # fmt: skip
+    dtype: gl.constexpr = s_k.dtype
+    l_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    l_o: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    l_p: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=l_o, k_width=2)
+    i_row = q0 + J * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, l_s))
+    i_col = gl.arange(0, BN, layout=gl.SliceLayout(0, l_s))
+    zero = gl.zeros((HALF, BN), gl.float32, l_s)
+    b_dq = gl.zeros((HALF, D), gl.float32, l_o)
+    b_lse = gl.load(p_lse2 + head.to(gl.int64) * T4 + i_row, mask=i_row < q1, other=float("inf"))
+    b_delta = gl.load(p_delta + head.to(gl.int64) * T4 + i_row, mask=i_row < q1, other=0.0)
+    mbarrier.wait(q_full.index(J), 0)
+    b_q = s_q.index(J)
+    b_do = s_do.index(J)
+    for i in range(0, blocks):
+        stage = i % STAGES
+        phase = (i // STAGES) & 1
+        mbarrier.wait(v_full.index(stage), phase)
+        b_dp = warpgroup_mma(b_do, s_v.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(k_full.index(stage), phase)
+        b_s = warpgroup_mma(b_q, s_k.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        b_dp = warpgroup_mma_wait(num_outstanding=1, deps=(b_dp,))
+        mbarrier.arrive(v_free.index(stage), count=1)
+        b_s = warpgroup_mma_wait(num_outstanding=0, deps=(b_s,))
+        b_p = gl.exp2(b_s * scale2 - b_lse[:, None])
+        if (i == n_prefix - 1) | (i >= n_prefix + own_full):
+            b_p = gl.where(visible(i, n_prefix, p0, p1, s0, i_row, i_col, BN), b_p, 0.0)
+        b_ds = gl.convert_layout((b_p * (b_dp - b_delta[:, None])).to(dtype), l_p)
+        b_dq = warpgroup_mma(b_ds, s_k.index(stage), b_dq, is_async=True)
+        b_dq = warpgroup_mma_wait(num_outstanding=0, deps=(b_dq,))
+        mbarrier.arrive(k_free.index(stage), count=1)
+    i_out = q0 + J * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, l_o))
+    i_dim = gl.arange(0, D, layout=gl.SliceLayout(0, l_o))
+    p_rows = p_dq + i_out.to(gl.int64)[:, None] * (H * D) + head * D + i_dim[None, :]
+    gl.store(p_rows, (b_dq * scale).to(dtype), mask=(i_out < q1)[:, None])
+
+
+@gluon.jit
+def query_gradients(d_q, d_do, d_k, d_v, p_dq, p_lse2, p_delta, p_tiles, scale2, scale, T4, H: gl.constexpr,
+                    GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    head, q0, q1, p0, p1, n_prefix, s0, blocks, own_full = query_tile(p_tiles, H, BN)
+    s_q = gl.allocate_shared_memory(d_q.dtype, [2] + d_q.block_type.shape, d_q.layout)
+    s_do = gl.allocate_shared_memory(d_do.dtype, [2] + d_do.block_type.shape, d_do.layout)
+    s_k = gl.allocate_shared_memory(d_k.dtype, [STAGES] + d_k.block_type.shape, d_k.layout)
+    s_v = gl.allocate_shared_memory(d_v.dtype, [STAGES] + d_v.block_type.shape, d_v.layout)
+    q_full = barriers(2, 1)
+    k_full = barriers(STAGES, 1)
+    v_full = barriers(STAGES, 1)
+    k_free = barriers(STAGES, 2)
+    v_free = barriers(STAGES, 2)
+    gl.warp_specialize([
+        (_consume_keys, (s_q, s_do, s_k, s_v, q_full, k_full, k_free, v_full, v_free, p_dq, p_lse2, p_delta, scale2,
+                         scale, T4, q0, q1, head, p0, p1, n_prefix, s0, blocks, own_full, gl.constexpr(0), H, STAGES,
+                         BN, D)),
+        (_consume_keys, (s_q, s_do, s_k, s_v, q_full, k_full, k_free, v_full, v_free, p_dq, p_lse2, p_delta, scale2,
+                         scale, T4, q0, q1, head, p0, p1, n_prefix, s0, blocks, own_full, gl.constexpr(1), H, STAGES,
+                         BN, D)),
+        (_load_keys, (d_q, d_do, d_k, d_v, s_q, s_do, s_k, s_v, q_full, k_full, k_free, v_full, v_free, q0, head,
+                      head // GROUP, p0, n_prefix, s0, blocks, STAGES, BN, D)),
+    ], [4, 1], [240, 24])  # fmt: skip
