@@ -31,8 +31,8 @@ def backward(q, k, v, dout, statistics, dq, dk, dv, query_tiles, key_tiles, scal
     padded = statistics.shape[2]
     block, stages = KEY_GRADIENTS[dim]
     hopper_backward.key_gradients[(key_tiles.shape[0] * kv_heads,)](
-        _rows(q, block), _rows(k, _HALF), _rows(v, _HALF), _rows(dout, block), _vector(statistics.view(-1), block), dk, dv,
-        key_tiles, scale * _LOG2E, scale, padded, kv_heads, heads // kv_heads, dim, block, stages, num_warps=4,
+        _rows(q, block), _rows(k, _HALF), _rows(v, _HALF), _rows(dout, block), lse2, delta, dk, dv, key_tiles,
+        scale * _LOG2E, scale, padded, kv_heads, heads // kv_heads, dim, block, stages, num_warps=4,
     )  # fmt: skip
     block, stages = QUERY_GRADIENTS[dim]
     hopper_backward.query_gradients[(query_tiles.shape[0] * heads,)](
@@ -55,7 +55,3 @@ def _rows(x, block):
     layout = gl.NVMMASharedLayout.get_default_for(shape, dtype)
     return TensorDescriptor(matrix, [tokens, heads * dim], [stride, 1], shape, layout)
 
-
-def _vector(x, block):
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return TensorDescriptor(x, [x.shape[0]], [1], [block], layout)

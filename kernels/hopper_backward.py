@@ -20,18 +20,25 @@ from dualkv_compile.kernels.hopper_forward import HALF, barriers, first_key, que
 
 
 @gluon.jit
-def _load_query_block(d_q, d_do, d_stat, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i, m, head, T4,
-                      rows, STAGES: gl.constexpr, D: gl.constexpr):  # fmt: skip
+def _load_query_block(d_q, d_do, p_lse2, p_delta, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i, m, end,
+                      head, T4, STAGES: gl.constexpr, BM: gl.constexpr, D: gl.constexpr):  # fmt: skip
+    # The statistics are read through registers: a TMA of single floats would need a 16-byte aligned coordinate.
+    i_query = m + gl.arange(0, BM, layout=gl.BlockedLayout([BM // 32], [32], [1], [0]))
+    offset = head.to(gl.int64) * T4 + i_query
+    b_lse = gl.load(p_lse2 + offset, mask=i_query < end, other=0.0)
+    b_delta = gl.load(p_delta + offset, mask=i_query < end, other=0.0)
     stage = i % STAGES
     phase = (i // STAGES) & 1
     mbarrier.wait(q_free.index(stage), phase ^ 1)
-    mbarrier.expect(q_full.index(stage), d_q.block_type.nbytes + d_stat.block_type.nbytes)
+    mbarrier.expect(q_full.index(stage), d_q.block_type.nbytes)
     tma.async_copy_global_to_shared(d_q, [m, head * D], q_full.index(stage), s_q.index(stage))
-    tma.async_copy_global_to_shared(d_stat, [head * T4 + m], q_full.index(stage), s_lse.index(stage))
+    s_lse.index(stage).store(b_lse)
+    mbarrier.arrive(q_full.index(stage), count=1)
     mbarrier.wait(do_free.index(stage), phase ^ 1)
-    mbarrier.expect(do_full.index(stage), d_do.block_type.nbytes + d_stat.block_type.nbytes)
+    mbarrier.expect(do_full.index(stage), d_do.block_type.nbytes)
     tma.async_copy_global_to_shared(d_do, [m, head * D], do_full.index(stage), s_do.index(stage))
-    tma.async_copy_global_to_shared(d_stat, [rows + head * T4 + m], do_full.index(stage), s_delta.index(stage))
+    s_delta.index(stage).store(b_delta)
+    mbarrier.arrive(do_full.index(stage), count=1)
 
 
 @gluon.jit
@@ -41,24 +48,24 @@ def _edge_query(e, k0, blocks, BM: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(d_q, d_k, d_v, d_do, d_stat, s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_free, do_full,
-                  do_free, k0, end, kv_head, blocks, edges, T4, rows, GROUP: gl.constexpr, STAGES: gl.constexpr,
+def _load_queries(d_q, d_k, d_v, d_do, p_lse2, p_delta, s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_free, do_full,
+                  do_free, k0, end, kv_head, blocks, edges, T4, GROUP: gl.constexpr, STAGES: gl.constexpr,
                   BM: gl.constexpr, D: gl.constexpr):  # fmt: skip
     for j in gl.static_range(2):
         mbarrier.expect(kv_full.index(j), d_k.block_type.nbytes + d_v.block_type.nbytes)
         tma.async_copy_global_to_shared(d_k, [k0 + j * HALF, kv_head * D], kv_full.index(j), s_k.index(j))
         tma.async_copy_global_to_shared(d_v, [k0 + j * HALF, kv_head * D], kv_full.index(j), s_v.index(j))
     i = 0
-    for e in range(0, GROUP * edges):
+    for e in range(GROUP * edges):
         m = _edge_query(e % edges, k0, blocks, BM)
-        _load_query_block(d_q, d_do, d_stat, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i, m,
-                          kv_head * GROUP + e // edges, T4, rows, STAGES, D)  # fmt: skip
+        _load_query_block(d_q, d_do, p_lse2, p_delta, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i, m, end,
+                          kv_head * GROUP + e // edges, T4, STAGES, BM, D)  # fmt: skip
         i += 1
-    for member in range(0, GROUP):
-        for b in range(0, blocks - edges):
+    for member in range(GROUP):
+        for b in range(blocks - edges):
             m = k0 + 2 * HALF + b * BM
-            _load_query_block(d_q, d_do, d_stat, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i, m,
-                              kv_head * GROUP + member, T4, rows, STAGES, D)  # fmt: skip
+            _load_query_block(d_q, d_do, p_lse2, p_delta, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i, m, end,
+                              kv_head * GROUP + member, T4, STAGES, BM, D)  # fmt: skip
             i += 1
 
 
@@ -107,7 +114,7 @@ def _consume_queries(s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_fre
     mbarrier.wait(kv_full.index(J), 0)
     b_k = s_k.index(J)
     b_v = s_v.index(J)
-    for e in range(0, GROUP * edges):
+    for e in range(GROUP * edges):
         m = _edge_query(e % edges, k0, blocks, BM)
         b_dk, b_dv = _query_step(b_k, b_v, b_dk, b_dv, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, e,
                                  m, i_key, end, scale2, True, STAGES, BM, D)  # fmt: skip
@@ -122,7 +129,7 @@ def _consume_queries(s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_fre
 
 
 @gluon.jit
-def key_gradients(d_q, d_k, d_v, d_do, d_stat, p_dk, p_dv, p_tiles, scale2, scale, T4, HK: gl.constexpr,
+def key_gradients(d_q, d_k, d_v, d_do, p_lse2, p_delta, p_dk, p_dv, p_tiles, scale2, scale, T4, HK: gl.constexpr,
                   GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     pid = gl.program_id(0)
     kv_head = pid % HK
@@ -133,16 +140,16 @@ def key_gradients(d_q, d_k, d_v, d_do, d_stat, p_dk, p_dv, p_tiles, scale2, scal
     blocks = (end - k0 + BM - 1) // BM
     diagonal: gl.constexpr = 2 * HALF // BM
     edges = gl.minimum(blocks, diagonal + gl.where((end - k0) % BM > 0, 1, 0))
-    rows = T4 * (HK * GROUP)
     s_k = gl.allocate_shared_memory(d_k.dtype, [2] + d_k.block_type.shape, d_k.layout)
     s_v = gl.allocate_shared_memory(d_v.dtype, [2] + d_v.block_type.shape, d_v.layout)
     s_q = gl.allocate_shared_memory(d_q.dtype, [STAGES] + d_q.block_type.shape, d_q.layout)
     s_do = gl.allocate_shared_memory(d_do.dtype, [STAGES] + d_do.block_type.shape, d_do.layout)
-    s_lse = gl.allocate_shared_memory(d_stat.dtype, [STAGES] + d_stat.block_type.shape, d_stat.layout)
-    s_delta = gl.allocate_shared_memory(d_stat.dtype, [STAGES] + d_stat.block_type.shape, d_stat.layout)
+    l_stat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    s_lse = gl.allocate_shared_memory(gl.float32, [STAGES, BM], l_stat)
+    s_delta = gl.allocate_shared_memory(gl.float32, [STAGES, BM], l_stat)
     kv_full = barriers(2, 1)
-    q_full = barriers(STAGES, 1)
-    do_full = barriers(STAGES, 1)
+    q_full = barriers(STAGES, 2)
+    do_full = barriers(STAGES, 2)
     q_free = barriers(STAGES, 2)
     do_free = barriers(STAGES, 2)
     gl.warp_specialize([
@@ -152,8 +159,8 @@ def key_gradients(d_q, d_k, d_v, d_do, d_stat, p_dk, p_dv, p_tiles, scale2, scal
         (_consume_queries, (s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_free, do_full, do_free, p_dk, p_dv,
                             scale2, scale, k0, k1, end, kv_head, blocks, edges, gl.constexpr(1), HK, GROUP, STAGES, BM,
                             D)),
-        (_load_queries, (d_q, d_k, d_v, d_do, d_stat, s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_free,
-                         do_full, do_free, k0, end, kv_head, blocks, edges, T4, rows, GROUP, STAGES, BM, D)),
+        (_load_queries, (d_q, d_k, d_v, d_do, p_lse2, p_delta, s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_free,
+                         do_full, do_free, k0, end, kv_head, blocks, edges, T4, GROUP, STAGES, BM, D)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -167,7 +174,7 @@ def _load_keys(d_q, d_do, d_k, d_v, s_q, s_do, s_k, s_v, q_full, k_full, k_free,
         mbarrier.expect(q_full.index(j), d_q.block_type.nbytes + d_do.block_type.nbytes)
         tma.async_copy_global_to_shared(d_q, [q0 + j * HALF, head * D], q_full.index(j), s_q.index(j))
         tma.async_copy_global_to_shared(d_do, [q0 + j * HALF, head * D], q_full.index(j), s_do.index(j))
-    for i in range(0, blocks):
+    for i in range(blocks):
         stage = i % STAGES
         phase = (i // STAGES) & 1
         key = first_key(i, n_prefix, p0, s0, BN)
@@ -196,7 +203,7 @@ def _consume_keys(s_q, s_do, s_k, s_v, q_full, k_full, k_free, v_full, v_free, p
     mbarrier.wait(q_full.index(J), 0)
     b_q = s_q.index(J)
     b_do = s_do.index(J)
-    for i in range(0, blocks):
+    for i in range(blocks):
         stage = i % STAGES
         phase = (i // STAGES) & 1
         mbarrier.wait(v_full.index(stage), phase)

@@ -61,7 +61,7 @@ def _load(d_q, d_k, d_v, s_q, s_k, s_v, q_full, k_full, k_free, v_full, v_free, 
     for j in gl.static_range(2):
         mbarrier.expect(q_full.index(j), d_q.block_type.nbytes)
         tma.async_copy_global_to_shared(d_q, [q0 + j * HALF, head * D], q_full.index(j), s_q.index(j))
-    for i in range(0, blocks):
+    for i in range(blocks):
         stage = i % STAGES
         phase = (i // STAGES) & 1
         key = first_key(i, n_prefix, p0, s0, BN)

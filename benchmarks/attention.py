@@ -1,0 +1,304 @@
+"""Shared-prompt attention on one GPU: ours against every other way to compute it, in one run.
+
+    python benchmarks/attention.py [--out DIR] [--layouts 8x2048x512,ragged,...] [--dim 128] [--only ours,composite]
+
+Prints, per layout, forward and backward milliseconds, the ratio to ours and TFLOP/s over the distinct causal work, beside
+the matmul ceiling of the same run; writes ``attention.json`` and ``attention.png``. Times are medians of CUDA events.
+FLOPs: 4 * D * H per visible score element forward, 2.5 times that backward, whatever the method really computes.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from dualkv_compile.kernels import build_tables
+
+LAYOUTS = {
+    "8x2048x512": [(2048, [512] * 8)],
+    "16x4096x1024": [(4096, [1024] * 16)],
+    "32x8192x1024": [(8192, [1024] * 32)],
+    "16x32768x2048": [(32768, [2048] * 16)],
+    "ragged": None,
+    "8 groups of 8x2048x512": [(2048, [512] * 8)] * 8,
+}
+H, HK = 32, 8
+DTYPE = torch.bfloat16
+
+
+class Layout:
+    def __init__(self, groups):
+        self.groups, self.segments, columns, at = groups, [], [], 0
+        for prompt, responses in groups:
+            start, at = at, at + prompt
+            self.segments.append((start, at, 0, 0))
+            columns.append(torch.arange(prompt))
+            for length in responses:
+                self.segments.append((at, at + length, start, start + prompt))
+                columns.append(torch.arange(prompt, prompt + length))
+                at += length
+        self.num_tokens = at
+        self.columns = torch.cat(columns).cuda()
+
+    def tables(self):
+        return build_tables(self.segments, self.columns, None, self.num_tokens, "cuda")
+
+    def forward_flops(self, dim):
+        visible = sum(p * p / 2 + sum(r * p + r * r / 2 for r in rs) for p, rs in self.groups)
+        return 4 * dim * H * visible
+
+    def uniform(self):
+        """(G, N, P, R) if all groups and rows are alike, else None."""
+        prompt, responses = self.groups[0]
+        alike = all(group == self.groups[0] for group in self.groups) and len(set(responses)) == 1
+        return (len(self.groups), len(responses), prompt, responses[0]) if alike else None
+
+
+def milliseconds(function, budget=0.12):
+    """Median over event timings; the L2 is flushed between runs."""
+    flush = torch.empty(1 << 26, device="cuda", dtype=torch.int32)
+    function()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    runs = max(3, min(40, int(budget / max(time.perf_counter() - begin, 1e-5))))
+    times = []
+    for _ in range(runs):
+        flush.zero_()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+def random(heads, tokens, dim, batch=1, grad=True):
+    x = torch.randn(batch, tokens, heads, dim, device="cuda", dtype=DTYPE).transpose(1, 2)
+    return x.requires_grad_(grad)
+
+
+def by_autograd(function, *leaves):
+    """(forward ms, backward ms)."""
+    out = function()
+    grad = torch.randn_like(out)
+    forward = milliseconds(function)
+    return forward, milliseconds(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True))
+
+
+# ------------------------------------------------------------------------------------------------------- methods
+
+
+def ours(layout, dim):
+    q, k, v = (random(heads, layout.num_tokens, dim) for heads in (H, HK, HK))
+    tables = layout.tables()
+    function = torch.ops.dualkv.shared_prompt_attention
+    return by_autograd(lambda: function(q, k, v, tables, dim**-0.5, impl="triton")[0], q, k, v)
+
+
+def flex(layout, dim):
+    """FlexAttention over packed tokens; the block mask is timed apart."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()
+    q, k, v = (random(heads, layout.num_tokens, dim) for heads in (H, HK, HK))
+    end, tokens = layout.tables()[2], layout.num_tokens
+
+    def sees(b, h, i_q, i_k):
+        return (i_k <= i_q) & (i_q < end[i_k])
+
+    make = torch.compile(create_block_mask)
+    mask = make(sees, None, None, tokens, tokens, device="cuda")
+    attend = torch.compile(flex_attention, dynamic=False)
+    forward, backward = by_autograd(lambda: attend(q, k, v, block_mask=mask, enable_gqa=True), q, k, v)
+    build = milliseconds(lambda: make(sees, None, None, tokens, tokens, device="cuda"))
+    return forward, backward, build
+
+
+def composite(layout, dim):
+    """Three cuDNN calls merged by log-sum-exp, and a backward with the merged statistics: exact.
+
+    K and V are expanded to all heads beforehand and the sum of dK and dV over a group's heads is left out, both in its
+    favour, as are copies of the backward's inputs.
+    """
+    groups, n, p, r = layout.uniform()
+    call = torch.ops.aten._scaled_dot_product_cudnn_attention
+    call_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    shape = (groups, H)
+    q_prompt, k_prompt, v_prompt, g_prompt = (torch.randn(*shape, p, dim, device="cuda", dtype=DTYPE) for _ in range(4))
+    q_rows, k_rows, v_rows, g_rows = (torch.randn(*shape, n * r, dim, device="cuda", dtype=DTYPE) for _ in range(4))
+
+    def by_row(x):
+        return x.reshape(groups, H, n, r, -1).transpose(1, 2).reshape(groups * n, H, r, -1)
+
+    def by_group(x):
+        return x.reshape(groups, n, H, r, -1).transpose(1, 2).reshape(groups, H, n * r, -1)
+
+    def forward():
+        a = call(q_prompt, k_prompt, v_prompt, None, True, 0.0, True, False)
+        c = call(q_rows, k_prompt, v_prompt, None, True, 0.0, False, False)
+        o = call(by_row(q_rows), by_row(k_rows), by_row(v_rows), None, True, 0.0, True, False)
+        lse_c, lse_o = c[1].view(groups, H, n * r, 1), by_group(o[1].view(groups * n, H, r, 1))
+        lse = torch.logaddexp(lse_c, lse_o)
+        merged = (c[0] * (lse_c - lse).exp() + by_group(o[0]) * (lse_o - lse).exp()).to(DTYPE)
+        return a, c, o, merged, lse
+
+    a, c, o, merged, lse = forward()
+    own = [by_row(x).contiguous() for x in (g_rows, q_rows, k_rows, v_rows, merged, lse)]
+    like = lambda x, ref: x.contiguous() if ref.ndim == 4 else x.squeeze(-1).contiguous()
+    lse_rows, own[5] = like(lse, c[1]), like(own[5], o[1])
+
+    def one(grad, q, k, v, out, stat, saved, causal):
+        return call_backward(
+            grad, q, k, v, out, stat, saved[6], saved[7], None, None, None, q.shape[2], k.shape[2], 0.0, causal
+        )
+
+    def backward():
+        da = one(g_prompt, q_prompt, k_prompt, v_prompt, a[0], a[1], a, True)
+        dc = one(g_rows, q_rows, k_prompt, v_prompt, merged, lse_rows, c, False)
+        do = one(*own, o, True)
+        return da[1] + dc[1], da[2] + dc[2], dc[0] + by_group(do[0])
+
+    return milliseconds(forward), milliseconds(backward)
+
+
+def grouper(layout, dim):
+    """Prefix-grouper style: the prompt once, then each response against a copy of the prompt's keys and its own (FA2)."""
+    groups, n, p, r = layout.uniform()
+    q, k, v = (random(heads, p + n * r, dim, groups) for heads in (H, HK, HK))
+
+    def own(x, heads):
+        return x[:, :, p:].reshape(groups, heads, n, r, dim).transpose(1, 2).flatten(0, 1)
+
+    def function():
+        prompt = F.scaled_dot_product_attention(q[:, :, :p], k[:, :, :p], v[:, :, :p], is_causal=True, enable_gqa=True)
+        keys, values = (
+            torch.cat([x[:, None, :, :p].expand(-1, n, -1, -1, -1).flatten(0, 1), own(x, HK)], 2).repeat_interleave(
+                H // HK, 1
+            )
+            for x in (k, v)
+        )
+        rows = F.scaled_dot_product_attention(own(q, H), keys, values, attn_mask=causal_lower_right(r, p + r))
+        return torch.cat([prompt, rows.view(groups, n, H, r, dim).transpose(1, 2).flatten(2, 3)], 2)
+
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+        return by_autograd(function, q, k, v)
+
+
+def replicated(layout, dim, backend):
+    groups, n, p, r = layout.uniform()
+    q, k, v = (random(heads, p + r, dim, groups * n) for heads in (H, HK, HK))
+    with sdpa_kernel([backend]):
+        return by_autograd(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), q, k, v)
+
+
+METHODS = {
+    "ours": ours,
+    "composite cuDNN": composite,
+    "FlexAttention": flex,
+    "prefix grouper, FA2": grouper,
+    "replicated, cuDNN": lambda layout, dim: replicated(layout, dim, SDPBackend.CUDNN_ATTENTION),
+    "replicated, FA2": lambda layout, dim: replicated(layout, dim, SDPBackend.FLASH_ATTENTION),
+}
+ANY_LAYOUT = ("ours", "FlexAttention")
+
+
+def matmul_ceiling():
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=DTYPE) for _ in range(2))
+    return 2 * 8192**3 / milliseconds(lambda: a @ b) / 1e9
+
+
+def measure(name, layout, dim):
+    try:
+        forward, backward, *build = METHODS[name](layout, dim)
+    except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
+        return {"method": name, "error": str(error).splitlines()[0][:160]}
+    finally:
+        torch.cuda.empty_cache()
+    flops = layout.forward_flops(dim)
+    row = {"method": name, "forward_ms": forward, "backward_ms": backward, "both_ms": forward + backward}
+    row |= {"forward_tflops": flops / forward / 1e9, "backward_tflops": 2.5 * flops / backward / 1e9}
+    return row | ({"mask_build_ms": build[0]} if build else {})
+
+
+def report(label, rows, ceiling):
+    print(f"\n{label}   (matmul ceiling {ceiling:.0f} TFLOP/s; ratios are ours / theirs)")
+    print(
+        f"{'':22}{'forward ms':>11}{'TFLOP/s':>9}{'ratio':>7}{'backward ms':>13}{'TFLOP/s':>9}{'both ms':>10}{'ratio':>7}"
+    )
+    mine = rows[0]
+    for row in rows:
+        if "error" in row:
+            print(f"{row['method']:22}{row['error']}")
+            continue
+        ratio = [mine.get(key, float("nan")) / row[key] for key in ("forward_ms", "both_ms")]
+        build = f"   mask build {row['mask_build_ms']:.3f} ms" if "mask_build_ms" in row else ""
+        print(
+            f"{row['method']:22}{row['forward_ms']:11.3f}{row['forward_tflops']:9.0f}{ratio[0]:7.2f}"
+            f"{row['backward_ms']:13.3f}{row['backward_tflops']:9.0f}{row['both_ms']:10.3f}{ratio[1]:7.2f}{build}",
+            flush=True,
+        )
+
+
+def plot(results, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(11, 4.5))
+    methods = list(METHODS)
+    for place, method in enumerate(methods):
+        bars = [(i, row["both_ms"] / rows[0]["both_ms"]) for i, (_, rows) in enumerate(results.items())
+                for row in rows if row["method"] == method and "both_ms" in row and "both_ms" in rows[0]]  # fmt: skip
+        if bars:
+            axes.bar([i + (place - 2.5) * 0.13 for i, _ in bars], [y for _, y in bars], 0.13, label=method)
+    axes.set_xticks(range(len(results)), list(results), fontsize=8)
+    axes.set_yscale("log")
+    axes.set_ylabel("forward + backward, relative to ours")
+    axes.set_title(f"Shared-prompt attention, {torch.cuda.get_device_name()}, bf16, {H}/{HK} heads", fontsize=10)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default=os.environ.get("OUT", "."))
+    parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--only", default=",".join(METHODS).replace(", ", "/"))
+    parser.add_argument("--dim", type=int, default=128)
+    arguments = parser.parse_args()
+    import triton
+
+    torch.manual_seed(0)
+    lengths = torch.randint(64, 2049, (16,), generator=torch.Generator().manual_seed(0)).tolist()
+    layouts = LAYOUTS | {"ragged": [(4096, lengths)]}
+    wanted = [name.replace("/", ", ") for name in arguments.only.split(",")]
+    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    about |= {"cudnn": torch.backends.cudnn.version(), "python": platform.python_version(), "dim": arguments.dim}
+    about |= {"date": time.strftime("%Y-%m-%d")}
+    print(json.dumps(about))
+    ceiling = about["matmul_tflops"] = matmul_ceiling()
+    results = {}
+    for label in arguments.layouts.split(","):
+        layout = Layout(layouts[label])
+        names = [name for name in METHODS if name in wanted and (layout.uniform() or name in ANY_LAYOUT)]
+        results[label] = [measure(name, layout, arguments.dim) for name in names]
+        report(label, results[label], ceiling)
+        with open(os.path.join(arguments.out, f"attention_d{arguments.dim}.json"), "w") as file:
+            json.dump({"about": about, "layouts": results}, file, indent=1)
+    plot(results, os.path.join(arguments.out, f"attention_d{arguments.dim}.png"))
+
+
+if __name__ == "__main__":
+    main()
