@@ -1,0 +1,404 @@
+"""The backend: at every call, reads the marks of the actual arguments and picks the variant of the graph that is right for them.
+
+    unmarked               -> "plain": the graph as Dynamo captured it, through the inner backend
+    marked                 -> "packed": rewritten; padding, if any, left out
+    … padding is read      -> "packed, padding kept": every column is a token
+    … cannot be proved     -> "dense": the plain graph, with the reason in the report
+
+Dynamo does not know of marks, so it cannot choose between these; nothing here is ever reused for a batch that it was not made for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+import dualkv_compile.kernels  # noqa: F401  registers dualkv::shared_prompt_attention
+import dualkv_compile.unpack  # noqa: F401  registers dualkv::unpack
+from dualkv_compile import dump, inner, report
+from dualkv_compile.errors import InvalidMark, NotRewritten
+from dualkv_compile.kernels.tables import FACTS, NUM_TABLES, table_specs
+from dualkv_compile.marks import Mark, mark_of
+from dualkv_compile.options import Options, parse
+from dualkv_compile.passes.errors import CannotDeduplicate
+from dualkv_compile.passes.graph import Request, Window
+from dualkv_compile.passes.propagate import PackingChoice, Rewrite, TokenInput, propagate
+from dualkv_compile.passes.trace import trace
+from dualkv_compile.plan import Plan
+from dualkv_compile.report import Report
+
+log = logging.getLogger(__name__)
+_graph_ids = itertools.count()
+
+
+def dualkv(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict | None = None) -> Callable:
+    """The torch.compile backend (entry point `dualkv` of torch_dynamo_backends).
+
+    Raises ValueError for unknown options; at calls, InvalidMark for marks that contradict one another and, with strict=True,
+    NotRewritten for a marked batch of which an attention site was not rewritten.
+    """
+    return CompiledGraph(gm, example_inputs, parse(mode, options))
+
+
+def _reset() -> None:
+    report.clear()
+
+
+dualkv.reset = _reset
+
+
+class CompiledGraph:
+    """One graph of Dynamo's and the variants made of it so far."""
+
+    def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options):
+        self.options = options
+        self.name = f"graph_{next(_graph_ids)}"
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        fakes = [n.meta.get("example_value") for n in placeholders]
+        self.names = [n.name for n in placeholders]
+        self.specs = [inner.InputSpec.of(f if f is not None else e) for f, e in zip(fakes, example_inputs, strict=True)]
+        # a parameter is never marked: looking at the other arguments alone keeps a call cheap
+        self.candidates = [i for i, s in enumerate(self.specs) if s.shape is not None and len(s.shape) >= 2 and not s.is_parameter]
+        self.gm = fx.GraphModule(gm, _copy(gm), class_name="Captured")
+        self.plain: Callable | None = None
+        self.plain_report: Report | None = None
+        self.fallbacks: list[tuple[inner.SizeGuards, Callable]] = []
+        self.variants: dict[Any, list[Variant | Refusal]] = {}
+        self.dense_reports: dict[Any, Report] = {}
+        self.warned = False
+        examples = [_example(n) for n in placeholders]
+        if not any(isinstance(examples[i], torch.Tensor) and mark_of(examples[i]) is not None for i in self.candidates):
+            self.plain = inner.in_context(gm, example_inputs, options.inner_backend, options.inductor)
+            self.plain_report = self._record(Report(self.name, compilations=1))
+
+    def __call__(self, *args: Any) -> Any:
+        marks = {}
+        for i in self.candidates:
+            mark = mark_of(args[i])
+            if mark is not None:
+                marks[i] = mark
+        if not marks:
+            return self._plain(args)
+        plan = self._common_plan(marks, args)
+        if plan.num_rows == 1 or plan.num_columns == 1:
+            return self._plain(args)
+        key = (tuple((i, m.role, m.shared, m.row_dim) for i, m in marks.items()), plan.padding)
+        known = self.variants.setdefault(key, [])
+        refused = {v.keep for v in known if isinstance(v, Refusal)}
+        for keep in (False, True) if plan.padding != "none" else (False,):
+            if keep in refused:
+                continue
+            for variant in known:
+                if isinstance(variant, Variant) and variant.keep == keep:
+                    ready = variant.prepare(args, plan)
+                    if ready is not None:
+                        return variant.run(args, *ready)
+            if any(isinstance(v, Variant) and v.keep == keep and v.fits_but_for_data(args, plan) for v in known):
+                continue  # its facts are false for this batch: another packing may do, compiling it again will not
+            try:
+                variant = Variant(self, args, marks, plan, keep)
+            except CannotDeduplicate as reason:
+                known.append(Refusal(keep, str(reason)))
+                log.info("%s: not packed (%s)", self.name, reason)
+                continue
+            known.append(variant)
+            self._complain(variant.rewrite.sites_found, variant.rewrite.sites_rewritten, [f"{b.op}: {b.reason}" for b in variant.report.barriers])
+            ready = variant.prepare(args, plan)
+            if ready is not None:
+                variant.compile()
+                return variant.run(args, *ready)
+        reasons = [v.reason for v in known if isinstance(v, Refusal)] or ["what it needs of the data does not hold in this batch"]
+        return self._dense(key, args, plan, reasons)
+
+    # -- without rewriting -------------------------------------------------------------------------------------------------
+
+    def _plain(self, args: Sequence[Any]) -> Any:
+        if self.plain_report is None:
+            self.plain_report = self._record(Report(self.name))
+        self.plain_report.calls += 1
+        if self.plain is not None:
+            return self.plain(*args)
+        return self._captured(args, self.plain_report)
+
+    def _dense(self, key: Any, args: Sequence[Any], plan: Plan, reasons: list[str]) -> Any:
+        if key not in self.dense_reports:
+            self.dense_reports[key] = self._record(Report(self.name, "dense", notes=reasons))
+            self.dense_reports[key].attention_sites = sites = _count_attention(self.gm)
+            self._complain(sites, 0, reasons)
+        found = self.dense_reports[key]
+        found.calls += 1
+        found.dense_tokens = found.packed_tokens = plan.num_dense_tokens
+        return self.plain(*args) if self.plain is not None else self._captured(args, found)
+
+    def _captured(self, args: Sequence[Any], into: Report) -> Any:
+        """The captured graph, compiled after Dynamo's compilation is over (a marked batch came first)."""
+        for guards, compiled in self.fallbacks:
+            if guards.sizes(args) is not None:
+                return compiled(*args)
+        inputs = inner.FreshInputs(self.specs, args)
+        gm = fx.GraphModule(self.gm, _copy(self.gm), class_name="Captured")
+        compiled = inner.compile_graph(gm, inputs.fakes, inputs.fake_mode, self.options.inner_backend, self.options.inductor)
+        into.compilations += 1
+        self.fallbacks.append((inputs.guards(), compiled))
+        return compiled(*args)
+
+    # -- bookkeeping -------------------------------------------------------------------------------------------------------
+
+    def _common_plan(self, marks: dict[int, Mark], args: Sequence[Any]) -> Plan:
+        plans = [m.plan for m in marks.values()]
+        if any(p is not plans[0] and p != plans[0] for p in plans[1:]):
+            raise InvalidMark(
+                f"expected the marked inputs of one call to come from one mark_shared_prompt, got different batches: "
+                f"{', '.join(f'{self.names[i]} of {m.plan}' for i, m in marks.items())}; mark them together"
+            )
+        device = args[next(iter(marks))].device
+        return plans[0].on(device)
+
+    def _record(self, new: Report) -> Report:
+        report.record(new)
+        return new
+
+    def _complain(self, found: int, rewritten: int, reasons: list[str]) -> None:
+        if found == rewritten:
+            return
+        message = f"{found - rewritten} of {found} attention sites of {self.name} were not rewritten: {'; '.join(dict.fromkeys(reasons))}"
+        if self.options.strict:
+            raise NotRewritten(message + ". strict=True makes this an error; dualkv_compile.explain shows the details")
+        if not self.warned:
+            self.warned = True
+            warnings.warn(f"dualkv: {message}. The result is right, but the prompt is recomputed there.", stacklevel=2)
+
+
+class Refusal:
+    """A way of packing that was tried and cannot be proved right."""
+
+    def __init__(self, keep: bool, reason: str):
+        self.keep, self.reason = keep, reason
+
+
+class Variant:
+    """A rewritten graph, made for one batch and good for all that its guards and facts admit."""
+
+    def __init__(self, owner: CompiledGraph, args: Sequence[Any], marks: dict[int, Mark], plan: Plan, keep: bool):
+        self.owner, self.keep = owner, keep
+        self.inputs = inner.FreshInputs(owner.specs, args)
+        self.compiled: Callable | None = None
+        self._plan_sizes: dict[Any, Any] = {}
+        self._plan, self._args = plan, args
+        recorded = trace(owner.gm, self.inputs.fake_mode, self.inputs.fakes)
+        self.constants = dict(recorded.named_buffers())
+        first, mark = next(iter(marks.items()))
+        fake = self.inputs.fakes[first]
+        self._rows, self._columns = fake.shape[mark.row_dim], fake.shape[mark.row_dim + 1]
+        tokens = {owner.names[i]: TokenInput(m.row_dim, m.shared, m.role == "attention_mask") for i, m in marks.items()}
+        choice = PackingChoice(
+            num_rows=self._rows,
+            num_columns=self._columns,
+            padding=plan.padding,
+            keep_padding=keep,
+            owned=plan.owned,
+            window_has_padding=lambda w: not bool(plan.packing(*self._now(w), keep=False).valid.all()),
+            num_tables=NUM_TABLES,
+            attention_impl=owner.options.attention,
+        )
+        with self.inputs.fake_mode:
+            self.rewrite: Rewrite = propagate(recorded, tokens, choice, self._fake_request)
+        self.request_nodes = [n for n in self.rewrite.gm.graph.find_nodes(op="placeholder") if "request" in n.meta]
+        self.requests = [n.meta["request"] for n in self.request_nodes]
+        self.report = Report(
+            owner.name,
+            "packed, padding kept" if keep else "packed",
+            attention_sites=self.rewrite.sites_found,
+            attention_rewritten=self.rewrite.sites_rewritten,
+            barriers=[report.Barrier(b.op, b.reason, b.source) for b in self.rewrite.barriers],
+        )
+        self.dumper = dump.Dumper(owner.options.dump, f"{owner.name}.{'kept' if keep else 'packed'}")
+        self.dumper.passes(owner.gm, recorded, self.rewrite.gm)
+        self._refresh_guards()
+
+    def _refresh_guards(self) -> None:
+        self.guards = self.inputs.guards()
+        self._resolvers = [self._resolver(r) for r in self.requests]
+        flops = self.rewrite.flops
+        self._flops = [self.guards.function(inner.expr(f)) for f in (flops.dense, flops.packed)]
+
+    def compile(self) -> None:
+        fakes = [n.meta["val"] for n in self.rewrite.gm.graph.find_nodes(op="placeholder")]
+        options = self.owner.options
+        self.compiled = inner.compile_graph(self.rewrite.gm, fakes, self.inputs.fake_mode, options.inner_backend, options.inductor)
+        self.report.compilations += 1
+        report.record(self.report)
+        self._refresh_guards()
+        self._plan = self._args = None
+
+    # -- making ------------------------------------------------------------------------------------------------------------
+
+    def _now(self, window: Window) -> tuple[int, int]:
+        """A window's numbers in the batch that the variant is made for."""
+        values = {s: (self._args[i] if d is None else self._args[i].shape[d]) for s, (i, d) in self.inputs.places.items() if i < len(self._args)}
+        return tuple(int(e.xreplace(values)) if hasattr(e, "xreplace") else int(e) for e in (window.offset, window.size))
+
+    def _fake_request(self, request: Request) -> torch.Tensor:
+        real = self._lookup(request, self._plan, self._now)
+        position = len(self._plan_sizes.setdefault("order", []))
+        self._plan_sizes["order"].append(request)
+        place = (len(self.owner.specs) + position, 0)
+        if request.kind == "constant":
+            return self.inputs.fake_mode.from_tensor(real, static_shapes=True)
+        if request.kind == "table" and request.index == FACTS:
+            shape = list(real.shape)
+        elif request.kind == "table":
+            specs = table_specs()[request.index]
+            length = self._length(Window.of(0, self._columns), real, place) if not specs[1] else self.inputs.new_size(real.shape[0], place)
+            shape = [length, *specs[1]]
+        elif request.kind in ("unpack_index", "valid"):
+            size = self._symbolic(request.window.size)
+            shape = [self._rows * size] if request.kind == "unpack_index" else [self._rows, size]
+        else:
+            shape = [self._length(request.window, real, place)]
+        return self.inputs.empty(shape, real.dtype, real.device)
+
+    def _length(self, window: Window, real: torch.Tensor, place) -> Any:
+        """The number of packed tokens of a window: one symbol, whichever tensor shows it first."""
+        if window not in self._plan_sizes:
+            self._plan_sizes[window] = self.inputs.new_size(real.shape[0], place)
+        return self._plan_sizes[window]
+
+    def _symbolic(self, e: Any) -> Any:
+        if isinstance(e, int) or e.is_Integer:
+            return int(e)
+        return self.inputs.shape_env.create_symintnode(e, hint=self._now(Window(0, e))[1])
+
+    # -- calls -------------------------------------------------------------------------------------------------------------
+
+    def _lookup(self, request: Request, plan: Plan, numbers: Callable[[Window], tuple[int, int]]) -> torch.Tensor:
+        if request.kind == "constant":
+            return self.constants[request.name]
+        if request.kind == "table":
+            return plan.attention_tables(keep=self.keep, hidden=request.hidden)[request.index]
+        if request.kind == "valid":
+            return plan.packing(*numbers(request.window)).valid
+        packing = plan.packing(*numbers(request.window), keep=self.keep)
+        if request.kind == "subselect":
+            base = plan.packing(*numbers(request.base), keep=self.keep)
+            return torch.searchsorted(base.select, packing.select)
+        return getattr(packing, request.kind)
+
+    def _resolver(self, request: Request) -> Callable[[Plan, list[int]], torch.Tensor]:
+        functions = {w: (self.guards.function(w.offset), self.guards.function(w.size)) for w in (request.window, request.base) if w is not None}
+
+        def resolve(plan: Plan, sizes: list[int]) -> torch.Tensor:
+            return self._lookup(request, plan, lambda w: tuple(f(*sizes) for f in functions[w]))
+
+        return resolve
+
+    def _sizes_before_plan(self, args: Sequence[Any]) -> list[int] | None:
+        """Sizes of the symbols that the user's arguments show; 2 stands in for those of the plan's tensors, which windows never use."""
+        return [(args[i] if d is None else args[i].shape[d]) if i < len(args) else 2 for _, (i, d) in self.guards.places]
+
+    def prepare(self, args: Sequence[Any], plan: Plan) -> tuple[list[torch.Tensor], list[int], Plan] | None:
+        """The plan's tensors for a call; None if this variant is not for these arguments."""
+        if not self._windows_fit(args, plan):
+            return None
+        before = self._sizes_before_plan(args)
+        extra = [resolve(plan, before) for resolve in self._resolvers]
+        sizes = self.guards.sizes([*args, *extra])
+        if sizes is None or not self._facts_hold(args, extra, plan):
+            return None
+        return extra, sizes, plan
+
+    def _windows_fit(self, args: Sequence[Any], plan: Plan) -> bool:
+        before = self._sizes_before_plan(args)
+        for w in self.rewrite.unpadded_windows:
+            offset, size = self.guards.function(w.offset)(*before), self.guards.function(w.size)(*before)
+            key = ("unpadded", offset, size)
+            if key not in plan.cache:
+                plan.cache[key] = bool(plan.packing(offset, size).valid.all())
+            if not plan.cache[key]:
+                return False
+        return True
+
+    def fits_but_for_data(self, args: Sequence[Any], plan: Plan) -> bool:
+        if not self._windows_fit(args, plan):
+            return True
+        extra = [resolve(plan, self._sizes_before_plan(args)) for resolve in self._resolvers]
+        return self.guards.sizes([*args, *extra]) is not None
+
+    def _facts_hold(self, args: Sequence[Any], extra: Sequence[torch.Tensor], plan: Plan) -> bool:
+        """Whether what the rewrite needs of the data is true of these tensors; asked of the device once per batch."""
+        facts = self.rewrite.facts
+        if facts is None:
+            return True
+        read = [a for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i in self._fact_inputs()]
+        key = (id(self), tuple((id(a), a._version) for a in read))
+        if key not in plan.cache:
+            with torch.no_grad():
+                # the tensors are kept with the answer, so that their ids stay theirs
+                plan.cache[key] = (bool(facts(*args, *extra)), read)
+        return plan.cache[key][0]
+
+    def _fact_inputs(self) -> set[int]:
+        if not hasattr(self, "_reads"):
+            nodes = self.rewrite.facts.graph.find_nodes(op="placeholder")
+            self._reads = {i for i, n in enumerate(nodes) if n.users}
+        return self._reads
+
+    def run(self, args: Sequence[Any], extra: list[torch.Tensor], sizes: list[int], plan: Plan) -> Any:
+        if self.compiled is None:
+            self.compile()
+        done, flops = self.report, self.rewrite.flops
+        done.calls += 1
+        done.dense_tokens = plan.num_dense_tokens
+        done.packed_tokens = plan.num_dense_tokens if self.keep and not self.rewrite.sites_rewritten else plan.packing(keep=self.keep).num_tokens
+        done.dense_flops = self._flops[0](*sizes) + flops.dense_per_pair * plan.score_elements_dense
+        done.packed_flops = self._flops[1](*sizes) + flops.packed_per_pair * plan.score_elements_packed
+        self.dumper.report(done)
+        device = args[self.owner.candidates[0]].device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):  # its casts are in the graph
+                return self.compiled(*args, *extra)
+        return self.compiled(*args, *extra)
+
+
+def explain(model: Callable, options: dict | None = None) -> Callable[..., Report]:
+    """explain(model)(*args, **kwargs) compiles the model, runs it once and returns the report of the graph that held most attention.
+
+    model: a module or function as given to torch.compile; the batch must be marked. str(report) is a table.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Report:
+        before = len(report.reports())
+        torch.compile(model, backend=dualkv, options=options)(*args, **kwargs)
+        new = report.reports()[before:]
+        if not new:
+            raise RuntimeError("nothing was compiled; is torch.compile disabled (TORCHDYNAMO_DISABLE), or has this model been explained already?")
+        return max(new, key=lambda r: (r.attention_rewritten, r.attention_sites))
+
+    return run
+
+
+def _example(node: fx.Node) -> Any:
+    grapharg = node.meta.get("grapharg")
+    return None if grapharg is None or grapharg._example is None else grapharg.example
+
+
+def _copy(gm: fx.GraphModule) -> fx.Graph:
+    """A copy of a graph that keeps source lines, and drops what Dynamo owns in placeholders' meta."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+        for name in ("grapharg", "example_value"):
+            env[node].meta.pop(name, None)
+    return graph
+
+
+def _count_attention(gm: fx.GraphModule) -> int:
+    wanted = torch.nn.functional.scaled_dot_product_attention
+    return sum(node.target is wanted for module in gm.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes)

@@ -1,0 +1,100 @@
+"""Broadcasting of layouts: which dimension of a result indexes what, and whether the result is equal in all copies of a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dualkv_compile.passes.graph import expr
+from dualkv_compile.passes.layout import Atom, Dim, Kind, Size, is_constant, over_tokens, product, regroup, same
+from dualkv_compile.passes.values import Barrier, Value
+
+
+def align(operands: Sequence[Value], rank: int, owned: int) -> tuple[tuple[Dim, ...], str | None]:
+    """The dims of an element-wise result of `rank` dimensions, and why its copies differ from row to row (None if they do not).
+
+    Packed operands decide which columns the result stands for. A dense operand may stand for later columns by up to `owned`, the number of
+    prompt tokens that each row owns: the label of the last shared prompt token is the first owned one, the same in all rows.
+    Raises Barrier where token dimensions of different meaning meet.
+    """
+    dims: list[Dim] = []
+    unshared = None
+    packed = next((v for v in operands if v.is_packed), None)
+    for position in range(rank):
+        here = [(v, v.layout.dims[position - rank]) for v in operands if len(v.layout.dims) >= rank - position]
+        tokens = [(v, d) for v, d in here if over_tokens(d)]
+        if not tokens:
+            dims.append(_merge_plain([d for _, d in here]))
+            continue
+        lead = next((d for v, d in tokens if v is packed), None) or _furthest([d for _, d in tokens])
+        for value, dim in here:
+            if over_tokens(dim):
+                unshared = _same_tokens(value, dim, lead, packed is not None, owned) or unshared
+            elif not constant_over_tokens(dim, lead) and not (len(lead) == 1 and lead[0].kind is Kind.COLUMN):
+                unshared = f"meets data that differs from row to row ({value.node})"
+            elif value.is_token and dim and not is_constant(dim):
+                raise Barrier(f"aligns tokens with another dimension of tokens ({value.node})")
+        dims.append(lead)
+    return tuple(dims), unshared
+
+
+def align_batch(a: Dim, b: Dim) -> Dim:
+    """The batch dimension of a product of matrices; sizes are equal, so that a constant one can stand for any."""
+    if over_tokens(a) and over_tokens(b):
+        if [(x.kind, expr(x.size), expr(x.offset)) for x in a] != [(x.kind, expr(x.size), expr(x.offset)) for x in b]:
+            raise Barrier("pairs different token dimensions")
+        return a
+    if not over_tokens(a) and not over_tokens(b):
+        return a if a and not is_constant(a) else b
+    lead, other = (a, b) if over_tokens(a) else (b, a)
+    if not constant_over_tokens(other, lead):
+        raise Barrier("meets a batch of matrices that differs from row to row")
+    return lead
+
+
+def constant_over_tokens(dim: Dim, lead: Dim) -> bool:
+    """Whether a plain dimension that meets a token dimension does not change along its rows, columns and keys."""
+    if is_constant(dim):
+        return True
+    factors = regroup([dim], [a.size for a in lead])
+    return factors is not None and all(is_constant(f) or not over_tokens((a,)) for f, a in zip(factors, lead, strict=True))
+
+
+def _merge_plain(dims: list[Dim]) -> Dim:
+    """The result's dimension where no operand has tokens: what varies wins over what is constant."""
+    varying = [d for d in dims if d and not is_constant(d)]
+    if len(varying) == 1:
+        return varying[0]
+    if varying:
+        return (Atom(Kind.FEATURE, product(a.size for a in varying[0])),)
+    return next((d for d in dims if d), ())
+
+
+def _furthest(dims: list[Dim]) -> Dim:
+    """Among dense token dimensions of different column offsets, the one that looks furthest ahead."""
+    best = dims[0]
+    for dim in dims[1:]:
+        for a, b in zip(dim, best, strict=False):
+            if a.kind is Kind.COLUMN and b.kind is Kind.COLUMN:
+                ahead = _difference(a.offset, b.offset)
+                if ahead is None:
+                    raise Barrier("combines columns whose distance is not known")
+                best = dim if ahead > 0 else best
+    return best
+
+
+def _same_tokens(value: Value, dim: Dim, lead: Dim, any_packed: bool, owned: int) -> str | None:
+    if [a.kind for a in dim] != [a.kind for a in lead] or not all(same(a.size, b.size) for a, b in zip(dim, lead, strict=True)):
+        raise Barrier(f"aligns different token dimensions ({value.node})")
+    for a, b in zip(dim, lead, strict=True):
+        if a.kind is Kind.COLUMN and any_packed:
+            ahead = _difference(a.offset, b.offset)
+            if value.is_packed and ahead != 0:
+                raise Barrier("combines packed tokens of different columns")
+            if ahead is None or ahead > owned:
+                return f"reads a column that each row has its own value of ({value.node})"
+    return None
+
+
+def _difference(a: Size, b: Size) -> int | None:
+    d = expr(a - b)
+    return int(d) if isinstance(d, int) or d.is_Integer else None

@@ -1,0 +1,9 @@
+"""The one internal bail-out of the passes."""
+
+
+class CannotDeduplicate(Exception):
+    """This graph (or this way of packing it) cannot be proved right; the message says why. Caught once, in the backend."""
+
+
+class ReadsPadding(CannotDeduplicate):
+    """Something reads the values at padding positions, so padding may not be left out of the packed order."""

@@ -1,0 +1,465 @@
+"""Walks a recorded graph once and builds the graph that runs each distinct token once.
+
+For every operation, in order:
+ 1. a rule of `dualkv_compile.passes.rules` says what each dimension of the result indexes, or raises Barrier;
+ 2. token values that are equal in all copies of a packed token run packed: `[B, S, H]` becomes `[1, T', H]`, the rank is kept and
+    only arguments that mean B or S change;
+ 3. attention (`dualkv_compile.passes.sites`) becomes one `dualkv::shared_prompt_attention` if its mask is proved to be causal;
+ 4. everything else runs dense, on unpacked operands, and is reported as a barrier with the user's line;
+ 5. outputs are unpacked to the user's shape.
+
+    hidden [4, 96, 64] -- view --> [384, 64] -- mm --> [384, 96]        becomes
+    hidden [1, 150, 64] -- reshape --> [150, 64] -- mm --> [150, 96]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.utils._pytree as pytree
+
+from dualkv_compile.passes import masks, sites
+from dualkv_compile.passes.align import align
+from dualkv_compile.passes.convert import Converter
+from dualkv_compile.passes.errors import ReadsPadding
+from dualkv_compile.passes.graph import Emitter, Request, Window
+from dualkv_compile.passes.layout import Atom, Kind, Layout, Size, product
+from dualkv_compile.passes.regions import outline
+from dualkv_compile.passes.rules import RULES, Op, Result
+from dualkv_compile.passes.trace import Region
+from dualkv_compile.passes.values import Barrier, Value
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenInput:
+    """A placeholder that carries a mark: where its rows are, whether its shared prompt columns are equal in each group."""
+
+    row_dim: int = 0
+    shared: bool = True
+    is_padding_mask: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class BarrierNote:
+    op: str
+    reason: str
+    source: str | None
+
+
+@dataclasses.dataclass
+class PackingChoice:
+    """How this graph packs the batch, decided before the walk. `padding` is that of the plan: "none", "right" or "left"."""
+
+    num_rows: Size
+    num_columns: Size
+    padding: str
+    keep_padding: bool
+    owned: int
+    window_has_padding: Callable[[Window], bool]
+    num_tables: int
+    attention_impl: str = "auto"
+
+    @property
+    def drops_padding(self) -> bool:
+        return self.padding != "none" and not self.keep_padding
+
+
+@dataclasses.dataclass
+class Flops:
+    """Matmul FLOPs of the forward, symbolic in the batch's sizes; attention is counted per (query, key) pair that is seen."""
+
+    dense: Size = 0
+    packed: Size = 0
+    dense_per_pair: int = 0
+    packed_per_pair: int = 0
+
+
+@dataclasses.dataclass
+class Rewrite:
+    """The rewritten graph: its placeholders are the recorded graph's followed by one per request."""
+
+    gm: fx.GraphModule
+    requests: list[Request]
+    facts: fx.GraphModule | None  # same inputs -> one Boolean: what must hold on the actual tensors
+    unpadded_windows: list[Window]  # windows that must hold no padding
+    barriers: list[BarrierNote]
+    sites_found: int
+    sites_rewritten: int
+    flops: Flops
+
+
+def propagate(
+    recorded: fx.GraphModule,
+    token_inputs: dict[str, TokenInput],
+    choice: PackingChoice,
+    fake_request: Callable[[Request], torch.Tensor],
+) -> Rewrite:
+    """Rewrites a recorded graph for a marked batch.
+
+    `token_inputs` names the placeholders that are marked; `fake_request` makes the fake tensor of an extra input.
+    Raises CannotDeduplicate (ReadsPadding, where another packing may do) if the graph cannot be proved right as a whole.
+    """
+    return Propagation(recorded, token_inputs, choice, fake_request).run()
+
+
+class Propagation:
+    def __init__(self, recorded, token_inputs, choice, fake_request):
+        self.recorded: fx.GraphModule = recorded
+        self.token_inputs: dict[str, TokenInput] = token_inputs
+        self.choice: PackingChoice = choice
+        self.emitter = Emitter(recorded, fake_request)
+        self.convert = Converter(self.emitter, choice.num_rows)
+        self.values: dict[fx.Node, Any] = {}
+        self.barriers: list[BarrierNote] = []
+        self.facts: dict[fx.Node, None] = {}
+        self.unpadded_windows: list[Window] = []
+        self.sites_found = 0
+        self.sites_rewritten = 0
+        self.flops = Flops()
+
+    # -- the walk ----------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Rewrite:
+        nodes = list(self.recorded.graph.nodes)
+        for node in nodes:
+            if node.op == "placeholder":
+                self.values[node] = self.placeholder(node)
+        self.emitter.bind_all_sizes()
+        for node in nodes:
+            self.emitter.region = node.meta.get("region", Region())
+            self.emitter.source = node.meta.get("stack_trace")
+            if node.op == "get_attr":
+                constant = self.emitter.request(Request("constant", name=node.target))
+                value = Value(node, Layout.plain(node.meta["val"].shape), dense=constant, light=True, pure=True)
+                number = getattr(self.recorded, node.target)
+                if number.numel() == 1:
+                    value.element = masks.constant_element(node, number.item())
+                self.values[node] = value
+            elif node.op == "call_function":
+                self.values[node] = self.operation(node)
+            elif node.op == "output":
+                self.output(node)
+        facts = self.facts_module()
+        eliminate_dead_code(self.emitter.graph)
+        return Rewrite(
+            gm=outline(fx.GraphModule({}, self.emitter.graph, class_name="Packed")),
+            requests=list(self.emitter.requests),
+            facts=facts,
+            unpadded_windows=self.unpadded_windows,
+            barriers=self.barriers,
+            sites_found=self.sites_found,
+            sites_rewritten=self.sites_rewritten,
+            flops=self.flops,
+        )
+
+    def placeholder(self, node: fx.Node) -> Any:
+        new = self.emitter.placeholder(node)
+        fake = node.meta["val"]
+        if not isinstance(fake, torch.Tensor):
+            return new
+        mark = self.token_inputs.get(node.name)
+        light = not fake.is_floating_point()
+        layout = Layout.plain(fake.shape)
+        if mark is not None:
+            dims = list(layout.dims)
+            dims[mark.row_dim] = (Atom(Kind.ROW, self.choice.num_rows),)
+            dims[mark.row_dim + 1] = (Atom(Kind.COLUMN, self.choice.num_columns),)
+            layout = Layout(tuple(dims))
+            light = light or len(dims) == 2
+        value = Value(node, layout, dense=new, light=light, pure=True, shared=mark is None or mark.shared)
+        value.element = masks.input_element(node, "padding_mask" if mark is not None and mark.is_padding_mask else "data")
+        return value
+
+    def operation(self, node: fx.Node) -> Any:
+        if node.target is operator.getitem:
+            return self.values[node.args[0]][node.args[1]]
+        op = Op(self, node)
+        try:
+            if any(v.score is not None for v in op.values):
+                result = sites.through_scores(self, op)
+            elif node.target is torch.ops.dualkv.attention_site.default:
+                self.sites_found += 1
+                result = sites.attention_call(self, op)
+            else:
+                result = self.by_rule(op)
+        except Barrier as barrier:
+            result = self.dense_operation(op, str(barrier))
+        if isinstance(result, Value) and result.dense is not None and isinstance(node.meta["val"], torch.Tensor):
+            result.element = masks.evaluate(node, self.element_of)
+        return result
+
+    def element_of(self, node: fx.Node) -> Any:
+        value = self.values.get(node)
+        return value.element if isinstance(value, Value) else None
+
+    def by_rule(self, op: Op) -> Any:
+        rule = RULES.get(op.target)
+        random = torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
+        if rule is None and torch.Tag.pointwise in getattr(op.target, "tags", ()) and not random and not _writes(op.node):
+            rule = RULES["pointwise"]
+        is_token = any(v.is_token for v in op.values)
+        if rule is None:
+            if is_token:
+                raise Barrier("draws random numbers, which rows do not share" if random else "has no rule for packed tokens")
+            return self.dense_result(op, Result(None))
+        result = rule(op)
+        if not isinstance(result, Result):
+            return result
+        if not is_token:
+            return self.dense_result(op, result)
+        unshared = result.unshared
+        for v in op.values:
+            if v.is_token and not v.shared:
+                unshared = unshared or f"reads values that differ from row to row ({v.node})"
+        if unshared is None and (any(v.is_packed for v in op.values) or not all(v.light for v in op.values)):
+            call = self.emitter.call
+            packed = result.build() if result.build else call(op.target, *op.packed_args(), **op.packed_kwargs())
+            values = self.wrap(op, result, packed=packed)
+            if isinstance(values, Value):
+                values.zero_at_padding = self.still_zero(op)
+            return values
+        if unshared is not None:
+            self.note_barrier(op, unshared)
+        return self.dense_result(op, result, shared=unshared is None)
+
+    def dense_result(self, op: Op, result: Result, shared: bool = True) -> Any:
+        """The operation as the user wrote it, token-wise or on no tokens at all."""
+        tainted, zero = self.is_tainted(op), self.still_zero(op)
+        dense = self.emit_dense(op.node)
+        light, pure = all(v.light for v in op.values), all(v.pure for v in op.values)
+        values = self.wrap(op, result, dense=dense, shared=shared, light=light, pure=pure, tainted=tainted)
+        if isinstance(values, Value):
+            values.zero_at_padding = zero
+        return values
+
+    def dense_operation(self, op: Op, reason: str) -> Any:
+        """Mixes tokens in a way that no rule proves harmless: the operation sees exactly what the unmarked batch shows it."""
+        self.note_barrier(op, reason)
+        for v in op.values:
+            if v.tainted or self.loses_padding(v):
+                self.excuse_padding(v, op, reason)
+        dense = self.emit_dense(op.node)
+        light, pure = all(v.light for v in op.values), all(v.pure for v in op.values)
+        return self.wrap(op, Result(None), dense=dense, light=light, pure=pure)
+
+    def note_barrier(self, op: Op, reason: str) -> None:
+        if any(v.is_packed or v.score is not None for v in op.values):
+            self.barriers.append(BarrierNote(str(op.target), reason, op.node.meta.get("stack_trace")))
+
+    def wrap(self, op: Op, result: Result, **where: Any) -> Any:
+        """Values for a node's result(s)."""
+        fakes = op.node.meta["val"]
+        many = isinstance(fakes, (tuple, list))
+        values: list[Any] = []
+        for i, fake in enumerate(fakes if many else [fakes]):
+            if not isinstance(fake, torch.Tensor):
+                values.append(next(iter(where.values())))
+                continue
+            layouts = result.layouts
+            layout = (layouts[i] if isinstance(layouts, (tuple, list)) else layouts) or Layout.plain(fake.shape)
+            here = {k: self.emitter.getitem(v, i) if many and isinstance(v, fx.Node) else v for k, v in where.items()}
+            values.append(Value(_getitem_of(op.node, i) if many else op.node, layout, **here))
+        return values if many else values[0]
+
+    # -- padding -----------------------------------------------------------------------------------------------------------
+
+    def loses_padding(self, value: Value) -> bool:
+        """Whether the dense form of a value that has none yet will lack the unmarked batch's numbers at padding positions."""
+        if value.dense is not None:
+            return False
+        if value.score is not None:
+            return self.choice.drops_padding
+        return self.window_is_padded(value.window)
+
+    def window_is_padded(self, window: Window) -> bool:
+        if not self.choice.drops_padding or self.choice.window_has_padding(window):
+            return self.choice.drops_padding
+        if window not in self.unpadded_windows:
+            self.unpadded_windows.append(window)
+        return False
+
+    def is_tainted(self, op: Op) -> bool:
+        return any(v.tainted or (v.is_packed and self.loses_padding(v)) or v.score is not None for v in op.values) and (
+            self.choice.drops_padding
+        )
+
+    def excuse_padding(self, value: Value, op: Op, reason: str) -> None:
+        if value.zero_at_padding is None:
+            raise self.reads_padding(op, reason)
+        self.facts[value.zero_at_padding] = None
+
+    @staticmethod
+    def reads_padding(op: Op, reason: str) -> ReadsPadding:
+        trace = op.node.meta.get("stack_trace") or ""
+        line = trace.strip().splitlines()[-1].strip() if trace.strip() else ""
+        return ReadsPadding(f"{op.target} {reason}, which reads padding positions" + (f": {line}" if line else ""))
+
+    def still_zero(self, op: Op) -> fx.Node | None:
+        """The fact that makes a result zero at padding, if a factor is zero there or an operand was and the operation keeps zeros."""
+        if not self.choice.drops_padding or not isinstance(op.node.meta["val"], torch.Tensor):
+            return None
+        if op.target in _KEEPS_ZERO and isinstance(op.args[0], Value) and op.args[0].zero_at_padding is not None:
+            return op.args[0].zero_at_padding
+        if op.target is not aten.mul.Tensor:
+            return None
+        tokens = next((v for v in op.values if v.is_token and not v.pure), None)
+        for v in op.values:
+            if v.zero_at_padding is not None:
+                return v.zero_at_padding
+            if tokens is not None and v.pure and v is not tokens and len(v.layout.dims) <= len(tokens.layout.dims):
+                return self.zero_fact(self.emitter.call(aten.ne.Scalar, v.dense, 0), tokens.layout, tokens.window)
+        return None
+
+    def zero_fact(self, nonzero: fx.Node, layout: Layout, window: Window) -> fx.Node | None:
+        """The fact "`nonzero`, which broadcasts against a token layout, is False wherever there is padding"."""
+        if not self.choice.drops_padding:
+            return None
+        e = self.emitter
+        valid = self.convert.valid(layout, window)
+        sizes = iter(valid.meta["val"].shape)
+        shape = [product(next(sizes) for _ in dim) for dim in layout.dims]
+        at_padding = e.call(aten.logical_and.default, nonzero, e.call(aten.logical_not.default, e.reshape(valid, shape)))
+        return e.call(aten.logical_not.default, e.call(aten.any.default, at_padding))
+
+    # -- what rules and sites call -----------------------------------------------------------------------------------------
+
+    def align(self, operands: Sequence[Value], rank: int):
+        return align(operands, rank, self.choice.owned)
+
+    def read_dense(self, value: Value, op: Op, reason: str) -> fx.Node:
+        """A packed value unpacked for an operation that reads all its positions."""
+        if value.tainted or self.loses_padding(value):
+            self.excuse_padding(value, op, reason)
+        return self.dense(value)
+
+    def causal(self, op: Op, result: Result) -> Any:
+        """Runs dense, yet depends on no later column, so that its result is a token value again."""
+        x = op.args[0]
+        if not x.shared:
+            raise Barrier("runs along rows that differ")
+        if not x.is_packed:
+            return self.dense_result(op, result)
+        if self.choice.drops_padding and self.choice.padding == "left":
+            raise self.reads_padding(op, "runs along columns")
+        self.note_barrier(op, "runs along columns: unpacked for it, packed again after it")
+        return self.wrap(op, result, dense=self.emit_dense(op.node), tainted=self.choice.drops_padding)
+
+    def emit_dense(self, node: fx.Node) -> fx.Node:
+        """The operation as the user's program has it, on dense operands."""
+        args, kwargs = pytree.tree_map_only(fx.Node, self.dense_argument, (node.args, node.kwargs))
+        target = sites.dense_call if node.target is torch.ops.dualkv.attention_site.default else node.target
+        return self.emitter.call(target, *args, **kwargs)
+
+    def dense_argument(self, node: fx.Node) -> Any:
+        value = self.values[node]
+        return self.dense(value) if isinstance(value, Value) else value
+
+    def dense(self, value: Value) -> fx.Node:
+        if value.dense is not None:
+            return value.dense
+        if value.score is not None:
+            value.dense = self.emit_dense(value.node)
+            return value.dense
+        return self.convert.unpack(value)
+
+    def count_product(self, a: Value, b: Value, out: Sequence[Size], contracted: Size) -> None:
+        flops = 2 * contracted * product(out)
+        self.flops.dense = self.flops.dense + flops
+        layout = a.layout if a.is_token else b.layout
+        if layout.is_token and (a.is_packed or b.is_packed or not (a.light and b.light)):
+            rows = self.choice.num_rows * layout.column.size
+            flops = flops // rows * self.convert.num_tokens(Window.of(layout.column.offset, layout.column.size))
+        self.flops.packed = self.flops.packed + flops
+
+    def count_attention(self, heads: int, query_size: int, value_size: int) -> None:
+        per_pair = 2 * heads * (query_size + value_size)
+        self.flops.dense_per_pair += per_pair
+        self.flops.packed_per_pair += per_pair
+
+    # -- the end -----------------------------------------------------------------------------------------------------------
+
+    def output(self, node: fx.Node) -> None:
+        def result(n: fx.Node):
+            value = self.values[n]
+            if not isinstance(value, Value):
+                return value
+            if value.score is not None:
+                op = Op(self, n)
+                self.note_barrier(op, "attention scores leave the graph")
+                if self.choice.drops_padding:
+                    raise self.reads_padding(op, "leaves the graph")
+            if value.tainted and value.is_token:
+                return self.convert.zero_padding(value)
+            return self.dense(value)
+
+        self.emitter.graph.output(pytree.tree_map_only(fx.Node, result, node.args[0]))
+
+    def facts_module(self) -> fx.GraphModule | None:
+        """The facts as a graph of their own: run at a call, before the variant is chosen, once per batch."""
+        if not self.facts:
+            return None
+        needed = _ancestors(self.facts)
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for n in self.emitter.graph.nodes:
+            if n.op == "placeholder" or n in needed:
+                copies[n] = graph.node_copy(n, copies.__getitem__)
+        total = None
+        for fact in self.facts:
+            total = copies[fact] if total is None else graph.call_function(aten.logical_and.default, (total, copies[fact]))
+        graph.output(total)
+        return fx.GraphModule({}, graph, class_name="Facts")
+
+
+# zero operand, zero result
+_KEEPS_ZERO = {
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.neg.default,
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.squeeze.dim,
+    aten.unsqueeze.default,
+}
+
+
+def _getitem_of(node: fx.Node, index: int) -> fx.Node:
+    return next((u for u in node.users if u.target is operator.getitem and u.args[1] == index), node)
+
+
+def _ancestors(nodes) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    """Removes what nothing reads, except placeholders, writes into inputs and assertions."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users and not _writes(node):
+            graph.erase_node(node)
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and (schema.is_mutable or schema.name.startswith("aten::_assert"))
+
+

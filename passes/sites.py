@@ -1,0 +1,412 @@
+"""Attention: found by meaning, rewritten into one call of the shared-prompt op.
+
+A site is either a scaled_dot_product_attention call, or the product of a score and values where the score was followed from
+
+    scores = query @ key.transpose    ->  * scale  ->  + mask | masked_fill(mask, -inf)  ->  softmax  ->  @ value
+
+through whatever views, casts and order of these steps the program uses. A score is never computed unless something else reads it.
+
+    out[B, H, S, D] = attention_site(q, k, v, mask)          becomes
+    out[1, H, T', D], lse = dualkv.shared_prompt_attention(q', k', v', tables, scale)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from dualkv_compile.passes import masks
+from dualkv_compile.passes.graph import Request, Window
+from dualkv_compile.passes.layout import Atom, Dim, Kind, Layout, over_tokens, product, same
+from dualkv_compile.passes.values import Barrier, Value
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """One mask applied to the scores; its element broadcasts against (b, h, q, kv). kind: "bool" (True = may attend), "additive", or "fill"
+    (True = gets the number `fill`)."""
+
+    value: Value
+    kind: str
+    dtype: torch.dtype
+    fill: float | None = None
+
+    @property
+    def element(self):
+        return self.value.element
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """softmax?(cap * tanh(scale / cap * q k)?  masked by `masks`)."""
+
+    query: Value  # layout (batch)(column)(feature)
+    key: Value  # layout (batch)(feature)(column)
+    scale: float = 1.0
+    softcap: float = 0.0
+    capping: bool = False  # tanh seen, its factor not yet
+    masks: tuple[Mask, ...] = ()
+    is_probability: bool = False
+
+
+# -- scores -----------------------------------------------------------------------------------------------------------------
+
+
+def is_score_product(a: Value, b: Value) -> bool:
+    """Whether a batched product pairs every token with every token of its row."""
+
+    def is_column(dim: Dim) -> bool:
+        return len(dim) == 1 and dim[0].kind is Kind.COLUMN
+
+    if not (a.is_token and b.is_token and a.score is None and b.score is None):
+        return False
+    (batch_a, m, k), (batch_b, k2, n) = a.layout.dims, b.layout.dims
+    rows = all(any(x.kind is Kind.ROW for x in batch) for batch in (batch_a, batch_b))
+    return rows and is_column(m) and is_column(n) and not over_tokens(k) and not over_tokens(k2)
+
+
+def score_product(engine, op, a: Value, b: Value) -> Value:
+    engine.sites_found += 1
+    batch = a.layout.dims[0]
+    key = b.layout.column
+    dims = (batch, a.layout.dims[1], (Atom(Kind.KEY, key.size, key.offset),))
+    return Value(op.node, Layout(dims), score=Score(a, b))
+
+
+def through_scores(engine, op) -> Any:
+    """One operation of which an operand is a score."""
+    from dualkv_compile.passes.rules import (
+        RULES,  # the rules of views serve scores too; they themselves find scores here
+    )
+
+    target = op.target
+    if target in _VIEWS:
+        score = op.args[0]
+        result = RULES[target](op)
+        return dataclasses.replace(score, node=op.node, layout=result.layouts)
+    if target in (aten.clone.default, aten.alias.default, aten.detach.default, aten._to_copy.default):
+        if target is aten.detach.default:
+            raise Barrier("detaches attention scores")
+        if target is aten._to_copy.default and not op.node.meta["val"].is_floating_point():
+            raise Barrier("casts attention scores to integers")
+        return dataclasses.replace(op.args[0], node=op.node)
+    if target is aten._softmax.default:
+        return softmax(op)
+    if target is aten.bmm.default and op.args[0].score is not None and op.args[1].score is None:
+        return weighted_values(engine, op)
+    if target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar):
+        return scale_scores(op)
+    if target is aten.tanh.default:
+        return cap_scores(op)
+    if target is aten.add.Tensor:
+        if op.kwargs.get("alpha", 1) != 1:
+            raise Barrier("adds a scaled mask to attention scores")
+        score, other = (op.args[0], op.args[1]) if _is_score(op.args[0]) else (op.args[1], op.args[0])
+        return add_to_scores(op, other, score)
+    if target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor) and _is_score(op.args[0]):
+        fill = _number(op.args[2])
+        return with_mask(op, op.args[0], op.args[1], "fill", fill)
+    if target in (aten.where.self, aten.where.ScalarOther) and _is_score(op.args[1]) and not _is_score(op.args[2]):
+        fill = _number(op.args[2])
+        if fill is None or not (fill == float("-inf") or masks.is_masking(fill, op.args[1].fake.dtype)):
+            raise Barrier("replaces attention scores by other numbers")
+        return with_mask(op, op.args[1], op.args[0], "bool", None)
+    raise Barrier(f"attention scores are read by {target}")
+
+
+_VIEWS = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.expand.default,
+}
+
+
+def _is_score(value: Any) -> bool:
+    return isinstance(value, Value) and value.score is not None
+
+
+def _number(argument: Any) -> float | None:
+    """A Python number, or the number that a scalar tensor of the graph is known to hold."""
+    if isinstance(argument, (int, float)):
+        return float(argument)
+    if isinstance(argument, Value) and not argument.is_token and argument.element is not None:
+        number = masks.constant_value(argument.element)
+        return None if number is None else float(number)
+    return None
+
+
+def softmax(op) -> Value:
+    score = op.args[0]
+    dim = op.args[1] % len(score.layout.dims)
+    kinds = [a.kind for a in score.layout.dims[dim]]
+    if kinds != [Kind.KEY] or score.score.is_probability or score.score.capping:
+        raise Barrier("normalises attention scores over something else than the keys")
+    return Value(op.node, score.layout, score=dataclasses.replace(score.score, is_probability=True))
+
+
+def scale_scores(op) -> Value:
+    value, other = (op.args[0], op.args[1]) if _is_score(op.args[0]) else (op.args[1], op.args[0])
+    divides = op.target in (aten.div.Tensor, aten.div.Scalar)
+    number = _number(other) if not _is_score(other) else None
+    if number is None or number == 0 or (divides and not _is_score(op.args[0])):
+        raise Barrier("scales attention scores by something that is not a known number")
+    score: Score = value.score
+    if score.is_probability or score.masks:
+        raise Barrier("scales attention scores after they were masked or normalised")
+    factor = 1.0 / number if divides else number
+    if score.capping:
+        # cap * tanh(x * scale): the op computes cap * tanh(x * scale' / cap)
+        score = dataclasses.replace(score, softcap=factor, scale=score.scale * factor, capping=False)
+    elif score.softcap:
+        raise Barrier("scales attention scores after they were capped")
+    else:
+        score = dataclasses.replace(score, scale=score.scale * factor)
+    return Value(op.node, value.layout, score=score)
+
+
+def cap_scores(op) -> Value:
+    score: Score = op.args[0].score
+    if score.is_probability or score.masks or score.softcap or score.capping:
+        raise Barrier("caps attention scores after they were masked or normalised")
+    return Value(op.node, op.args[0].layout, score=dataclasses.replace(score, capping=True))
+
+
+def add_to_scores(op, added: Any, value: Value) -> Value:
+    """score + mask, and baddbmm(mask, q, k, beta, alpha)."""
+    score: Score = value.score
+    if op.target is aten.baddbmm.default:
+        beta, alpha = op.kwargs.get("beta", 1), op.kwargs.get("alpha", 1)
+        value = dataclasses.replace(value, node=op.node, score=dataclasses.replace(score, scale=score.scale * alpha))
+        if beta == 0:
+            return value
+        if beta != 1:
+            raise Barrier("adds a scaled mask to attention scores")
+    if _is_score(added):
+        raise Barrier("adds attention scores to attention scores")
+    if not isinstance(added, Value):
+        if added == 0:
+            return dataclasses.replace(value, node=op.node)
+        raise Barrier("adds a number to attention scores")
+    return with_mask(op, value, added, "additive", None)
+
+
+def with_mask(op, value: Value, mask: Value, kind: str, fill: float | None) -> Value:
+    score: Score = value.score
+    if score.is_probability or score.capping:
+        raise Barrier("masks attention after it was normalised")
+    if mask.is_packed or mask.score is not None:
+        raise Barrier("masks attention by values that the model computes")
+    element = mask.element
+    if element is None:
+        raise Barrier("masks attention by something that is not a known expression")
+    mask = dataclasses.replace(mask, element=masks.align_to_scores(element, len(mask.layout.dims), _score_axes(value.layout)))
+    added = Mask(mask, kind, op.node.meta["val"].dtype, fill)
+    return Value(op.node, value.layout, score=dataclasses.replace(score, masks=score.masks + (added,)))
+
+
+def _score_axes(layout: Layout) -> list[str]:
+    """What each dimension of a score is: "b", "h", "q", "kv"; a dimension of size 1 is "1"."""
+    names = {Kind.ROW: "b", Kind.COLUMN: "q", Kind.KEY: "kv", Kind.FEATURE: "h"}
+    axes = []
+    for dim in layout.dims:
+        if not dim:
+            axes.append("1")
+        elif len(dim) == 1 and dim[0].kind in names:
+            axes.append(names[dim[0].kind])
+        else:
+            raise Barrier("masks attention scores of which rows and heads are flattened")
+    if axes.count("h") > 1:
+        raise Barrier("masks attention scores of more than one head dimension")
+    return axes
+
+
+# -- sites ------------------------------------------------------------------------------------------------------------------
+
+
+def weighted_values(engine, op) -> Value:
+    probability, value = op.args
+    score: Score = probability.score
+    if not score.is_probability:
+        raise Barrier("multiplies attention scores that were not normalised with values")
+    batch, query, key = probability.layout.dims
+    if not value.is_token or [a.kind for a in query] != [Kind.COLUMN] or [a.kind for a in key] != [Kind.KEY]:
+        raise Barrier("multiplies attention probabilities with something else than values")
+    layout = Layout((batch, query, value.layout.dims[2]))
+    q = _heads(score.query, 1, 2)
+    k = _heads(score.key, 2, 1)
+    v = _heads(value, 1, 2)
+    causal = masks.conjunction(list(score.masks))
+    return rewrite(engine, op, q, k, v, causal, score.scale, score.softcap, layout)
+
+
+def attention_call(engine, op) -> Value:
+    query, key, value, mask, dropout_p, is_causal, scale, _gqa = op.args
+    if not (query.is_token and key.is_token and value.is_token):
+        raise Barrier("attends to or from something that does not belong to tokens")
+    if dropout_p != 0.0:
+        raise Barrier("draws attention dropout, which rows do not share")
+    applied = []
+    if mask is not None:
+        if mask.is_packed or mask.element is None:
+            raise Barrier("its mask is not a known expression of rows and columns")
+        kind = "bool" if mask.fake.dtype is torch.bool else "additive"
+        axes = ["b", "h", "q", "kv"] if len(query.layout.dims) == 4 else ["b", "q", "kv"]
+        mask = dataclasses.replace(mask, element=masks.align_to_scores(mask.element, len(mask.layout.dims), axes))
+        applied.append(Mask(mask, kind, mask.fake.dtype))
+    if is_causal and not same(query.fake.shape[-2], key.fake.shape[-2]):
+        raise Barrier("is causal over queries and keys of different length")
+    rank = len(query.layout.dims)
+    layout = Layout(query.layout.dims[:-1] + value.layout.dims[-1:])
+    q, k, v = (_heads(x, rank - 2, rank - 1) for x in (query, key, value))
+    causal = masks.conjunction(applied, is_causal=is_causal)
+    if scale is None:
+        scale = float(query.fake.shape[-1]) ** -0.5
+    return rewrite(engine, op, q, k, v, causal, scale, 0.0, layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """An attention operand: a packed value, and which of its feature atoms are heads and which the head dimension."""
+
+    value: Value
+    heads: tuple[Atom, ...]
+    features: tuple[Atom, ...]
+
+    @property
+    def num_heads(self) -> int:
+        return product(a.size for a in self.heads)
+
+
+def _heads(value: Value, column_dim: int, feature_dim: int) -> Heads:
+    dims = value.layout.dims
+    if [a.kind for a in dims[column_dim]] != [Kind.COLUMN]:
+        raise Barrier("attention over a sequence that is not the batch's columns")
+    batch = [a for i, dim in enumerate(dims) if i not in (column_dim, feature_dim) for a in dim]
+    if not batch or batch[0].kind is not Kind.ROW or over_tokens(dims[feature_dim]):
+        raise Barrier("attention whose batch does not begin with the rows")
+    return Heads(value, tuple(batch[1:]), dims[feature_dim])
+
+
+def _without_repeats(engine, operand: Heads) -> Heads:
+    """Looks through repeated key-value heads (expand and reshape) to the tensor that was repeated."""
+    heads = operand.heads
+    repeats = [a for a in heads if a.kind is Kind.CONSTANT]
+    own = tuple(a for a in heads if a.kind is not Kind.CONSTANT)
+    if not repeats or heads[: len(own)] != own:
+        return operand
+    value = operand.value
+    while any(a.kind is Kind.CONSTANT for a in value.layout.atoms()):
+        if value.node.target not in _LOOK_THROUGH:
+            return operand
+        value = engine.values[value.node.args[0]]
+    atoms = value.layout.atoms()
+    if not all(any(a is b for b in atoms) for a in own + operand.features):
+        return operand
+    return Heads(value, own, operand.features)
+
+
+_LOOK_THROUGH = _VIEWS | {aten.clone.default, aten.alias.default, aten.t.default}
+
+
+def _four_dims(engine, operand: Heads, window: Window) -> fx.Node:
+    """[1, heads, T', D] of an operand in whatever order its dimensions are."""
+    e, value = engine.emitter, operand.value
+    packed = engine.convert.operand(value, value.layout.dims, window)
+    tokens = engine.convert.num_tokens(window)
+    atoms = [a for a in value.layout.atoms() if a.kind is not Kind.ROW]
+    with e.after(packed):
+        x = e.reshape(packed, [tokens if a.kind is Kind.COLUMN else a.size for a in atoms])
+        order = [*operand.heads, value.layout.column, *operand.features]
+        x = e.permute(x, [next(i for i, a in enumerate(atoms) if a is b) for b in order])
+        return e.reshape(x, [1, product(a.size for a in operand.heads), tokens, product(a.size for a in operand.features)])
+
+
+def rewrite(engine, op, q: Heads, k: Heads, v: Heads, mask: masks.Verdict, scale, softcap, layout: Layout) -> Value:
+    """The shared-prompt op in place of a site, if its mask is causal and every operand is a whole batch of tokens."""
+    choice = engine.choice
+    whole = Window.of(0, choice.num_columns)
+    for operand in (q, k, v):
+        if operand.value.window != whole:
+            raise Barrier("attends within a part of the columns")
+        if not operand.value.shared:
+            raise Barrier("attends to or from values that differ from row to row")
+    if mask.kind not in ("causal", "causal_if"):
+        raise Barrier(f"its mask is not causal: {mask.reason}")
+    hidden = _padding_hidden(engine, op, mask)
+    k, v = _without_repeats(engine, k), _without_repeats(engine, v)
+    if k.num_heads != v.num_heads or q.num_heads % k.num_heads:
+        raise Barrier("the numbers of query, key and value heads do not divide")
+    e = engine.emitter
+    nodes = [_four_dims(engine, x, whole) for x in (q, k, v)]
+    tables = [e.request(Request("table", index=i, hidden=hidden)) for i in range(choice.num_tables)]
+    both = e.call(
+        torch.ops.dualkv.shared_prompt_attention.default,
+        *nodes,
+        tables,
+        scale,
+        window=mask.window,
+        softcap=softcap,
+        impl=choice.attention_impl,
+    )
+    out = e.call(operator.getitem, both, 0)
+    engine.sites_rewritten += 1
+    engine.count_attention(q.num_heads, product(a.size for a in q.features), product(a.size for a in v.features))
+    return Value(op.node, layout, packed=_from_four_dims(engine, out, layout, whole))
+
+
+def _from_four_dims(engine, out: fx.Node, layout: Layout, window: Window) -> fx.Node:
+    """[1, H, T', D] -> the packed shape of a site's result: (rows heads)(columns)(features), however its dimensions are grouped."""
+    return engine.emitter.reshape(out, engine.convert.packed_shape(layout.dims, window))
+
+
+def _padding_hidden(engine, op, mask: masks.Verdict) -> bool:
+    """Decides whether padding keys are hidden in the packed attention, and registers what must be true of the data for that."""
+    choice = engine.choice
+    for fact in mask.facts:
+        sizes = (choice.num_rows, 1, choice.num_columns, choice.num_columns)
+        engine.facts[masks.emit_fact(engine.emitter.call, fact, sizes, engine.dense_argument)] = None
+    if mask.key_data is None:
+        if choice.drops_padding and choice.padding == "left":
+            raise engine.reads_padding(op, "attends to left padding")
+        hides = False
+    else:
+        if choice.keep_padding and choice.padding == "left":
+            raise engine.reads_padding(op, "hides left padding, whose queries see no key")
+        _require_padding(engine, mask.key_data, "kv")
+        hides = choice.keep_padding and choice.padding == "right"
+    if mask.query_data is not None:
+        if choice.keep_padding and choice.padding != "none":
+            raise engine.reads_padding(op, "masks padding queries")
+        _require_padding(engine, mask.query_data, "q")
+    return hides
+
+
+def _require_padding(engine, condition, axis: str) -> None:
+    """Registers that a condition on the data holds exactly at the real positions (queries: at least there)."""
+    choice, e = engine.choice, engine.emitter
+    source = masks.padding_source(condition, axis)
+    if source is not None and source.name in engine.token_inputs and engine.token_inputs[source.name].is_padding_mask:
+        return
+    data = masks.emit_condition(e.call, condition, axis, choice.num_rows, choice.num_columns, engine.dense_argument)
+    valid = e.request(Request("valid", Window.of(0, choice.num_columns)))
+    agrees = aten.eq.Tensor if axis == "kv" else aten.ge.Tensor
+    engine.facts[e.call(aten.all.default, e.call(agrees, data, valid))] = None
+
+
+def dense_call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+    """A site that stays dense, as the user wrote it."""
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )

@@ -1,0 +1,230 @@
+"""Dynamo's torch-level graph -> one flat, functional ATen graph, recorded before autograd.
+
+Dynamo hands a backend whatever the user wrote: functions, methods, operators, in-place forms, nested regions. Rules about layouts want
+one spelling per operation, so the graph is run once on fake tensors and the ATen operations that it performs are recorded:
+
+    hidden.view(4, -1).add_(bias)        ->   view = aten.view(hidden, [4, 96]);  add = aten.add(view, bias)
+
+Recording happens below autograd and autocast, so that casts are explicit, but every recorded operation is one that autograd has a
+formula for: differentiating the recorded graph is differentiating the user's. What is not an operation becomes a tag on the nodes
+it covers: gradient mode and the enclosing activation-checkpoint region (`Region`); `dualkv_compile.passes.regions` turns the tags
+back into calls.
+
+In node.meta: "val" (fake tensor), "stack_trace" (the user's line), "region" (Region).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.utils._pytree as pytree
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dualkv_compile.passes.errors import CannotDeduplicate
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """What surrounds an operation without being one: gradient mode, and the activation-checkpoint call that contains it."""
+
+    grad_enabled: bool = True
+    checkpoint: Checkpoint | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """One activation-checkpoint call of the user's program; `kwargs` are those of the higher-order operator."""
+
+    kwargs: dict[str, Any]
+
+
+@torch.library.custom_op("dualkv::attention_site", mutates_args=())
+def attention_site(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Stands for one scaled_dot_product_attention call in a recorded graph, which would otherwise decompose. Never executed."""
+    raise RuntimeError("dualkv::attention_site is a marker inside recorded graphs and is replaced before a graph runs")
+
+
+@attention_site.register_fake
+def _(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+def trace(gm: fx.GraphModule, fake_mode: FakeTensorMode, fake_args: Sequence[Any]) -> fx.GraphModule:
+    """Records `gm` run on `fake_args` (fake tensors and ints, one per placeholder).
+
+    The result has the same placeholders in the same order (integer ones keep their place) and the same output structure. Integer
+    arguments that are not constants stay `torch.SymInt` objects inside node args: the recorded graph is to be read, not to be run.
+
+    Raises CannotDeduplicate where the program holds something that cannot be recorded faithfully.
+    """
+    recorder = _Recorder(fake_mode)
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), fake_args, strict=True):
+        recorder.add_placeholder(node, value)
+    tensors = [a for a in fake_args if isinstance(a, torch.Tensor)]
+
+    def run(*functional_tensors):
+        rest = iter(functional_tensors)
+        args = [next(rest) if isinstance(a, torch.Tensor) else a for a in fake_args]
+        return _Interpreter(gm, recorder).run(*args)
+
+    with fake_mode, enable_python_dispatcher(), torch.no_grad(), recorder:
+        outputs = torch.func.functionalize(run, remove="mutations")(*tensors)
+    return recorder.finish(gm, outputs)
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes each ATen call on fake tensors into a graph. Tensors are kept alive, so that an id names one tensor for good."""
+
+    def __init__(self, fake_mode: FakeTensorMode):
+        super().__init__()
+        self.graph = fx.Graph()
+        self.root = torch.nn.Module()
+        self.fake_mode = fake_mode
+        self.region = Region()
+        self.source: str | None = None
+        self._nodes: dict[int, fx.Node] = {}
+        self._alive: list[torch.Tensor] = []
+
+    def add_placeholder(self, like: fx.Node, value: Any) -> None:
+        node = self.graph.placeholder(like.name)
+        node.meta.update({k: like.meta[k] for k in ("tensor_dict", "grapharg", "stack_trace") if k in like.meta})
+        node.meta["val"] = value
+        if isinstance(value, torch.Tensor):
+            self._remember(value, node)
+
+    def _remember(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        self._nodes[id(tensor)] = node
+        self._alive.append(tensor)
+
+    def _node_of(self, tensor: torch.Tensor) -> fx.Node:
+        node = self._nodes.get(id(tensor))
+        if node is None:
+            if isinstance(tensor, FakeTensor):
+                raise CannotDeduplicate("a tensor in the graph comes from outside of it")
+            name = f"constant_{len(self._alive)}"
+            self.root.register_buffer(name, tensor)
+            node = self.graph.get_attr(name)
+            node.meta["val"] = self.fake_mode.from_tensor(tensor)
+            node.meta["region"] = self.region
+            self._remember(tensor, node)
+        return node
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in _METADATA_ONLY:
+            return result
+        node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, self._node_of, (args, kwargs))
+        node = self.graph.call_function(func, node_args, node_kwargs)
+        node.meta.update(val=result, stack_trace=self.source, region=self.region)
+        if isinstance(result, torch.Tensor):
+            self._remember_result(func, args, result, node)
+        elif isinstance(result, (tuple, list)):
+            for i, item in enumerate(result):
+                if isinstance(item, torch.Tensor):
+                    get = self.graph.call_function(operator.getitem, (node, i))
+                    get.meta.update(val=item, stack_trace=self.source, region=self.region)
+                    self._remember(item, get)
+        return result
+
+    def _remember_result(self, func, args, result: torch.Tensor, node: fx.Node) -> None:
+        # copy_ into an input returns that very input; later readers of the input were recorded before it (functionalisation puts
+        # these copies last), so the name may move on to the new node
+        self._remember(result, node)
+
+    def finish(self, gm: fx.GraphModule, outputs: Any) -> fx.GraphModule:
+        def name(value):
+            return self._node_of(value) if isinstance(value, torch.Tensor) else value
+
+        self.graph.output(pytree.tree_map(name, outputs))
+        return fx.GraphModule(self.root, self.graph, class_name="Recorded")
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs Dynamo's graph, telling the recorder where it is."""
+
+    def __init__(self, gm: fx.GraphModule, recorder: _Recorder):
+        super().__init__(gm, garbage_collect_values=False)
+        self.recorder = recorder
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.meta.get("stack_trace"):
+            self.recorder.source = n.meta["stack_trace"]
+        return super().run_node(n)
+
+    def call_function(self, target, args, kwargs) -> Any:
+        if target is torch._C._set_grad_enabled:
+            self.recorder.region = dataclasses.replace(self.recorder.region, grad_enabled=args[0])
+            return None
+        if target is torch.nn.functional.scaled_dot_product_attention:
+            return _attention_site(*args, **kwargs)
+        if target is torch.ops.higher_order.tag_activation_checkpoint:
+            return self._checkpoint(args, kwargs)
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            raise CannotDeduplicate(f"the higher-order operator {target} cannot be recorded")
+        return super().call_function(target, args, kwargs)
+
+    def _checkpoint(self, args, kwargs) -> Any:
+        body, *operands = args
+        outside = self.recorder.region
+        if outside.checkpoint is not None:
+            raise CannotDeduplicate("activation-checkpoint regions are nested")
+        self.recorder.region = dataclasses.replace(outside, checkpoint=Checkpoint(dict(kwargs)))
+        try:
+            return _Interpreter(body, self.recorder).run(*operands)
+        finally:
+            self.recorder.region = outside
+
+
+def _attention_site(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+    """The call's own autocast rule, which a custom operator does not get, then the marker."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (query, key, value))
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(dtype)
+    return torch.ops.dualkv.attention_site(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+
+
+
+
+_METADATA_ONLY = {
+    aten.sym_size.int,
+    aten.sym_size.default,
+    aten.sym_stride.int,
+    aten.sym_stride.default,
+    aten.sym_numel.default,
+    aten.sym_storage_offset.default,
+    aten.is_contiguous.default,
+    aten.is_contiguous.memory_format,
+    aten.is_strides_like_format.default,
+    aten.is_non_overlapping_and_dense.default,
+    aten.size.default,
+    aten.stride.default,
+    aten.storage_offset.default,
+    aten.dim.default,
+    aten.numel.default,
+    torch.ops.prim.device.default,
+    torch.ops.prim.layout.default,
+}

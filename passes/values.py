@@ -1,0 +1,61 @@
+"""What the propagation knows of one value of the recorded graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from dualkv_compile.passes.graph import Window
+from dualkv_compile.passes.layout import Layout
+
+
+@dataclasses.dataclass
+class Value:
+    """One tensor of the recorded graph and the node of the new graph that holds it.
+
+    A *packed* value exists once per packed token (`packed`); a *dense* one as the user's program has it (`dense`). Inputs and what is
+    computed from them alone (positions, labels, masks) stay dense and are packed where a packed value meets them. An attention
+    score or probability has neither: `score` says what it means, and it is computed only if something other than attention asks.
+    """
+
+    node: fx.Node
+    layout: Layout
+    packed: fx.Node | None = None
+    dense: fx.Node | None = None
+    score: Any = None
+    # token values: equal in all copies of a packed token. False: each row has its own, so the value is dense
+    shared: bool = True
+    # dense, and computed without parameters: small enough to be kept dense until a packed value meets it
+    light: bool = False
+    # dense, and computed from the graph's inputs alone, nothing packed before it: usable in a fact
+    pure: bool = False
+    # dense, behind an unpack that left padding out: padding positions lack the numbers that the unmarked batch has there
+    tainted: bool = False
+    # a fact (Boolean node) that, where it holds, makes the value zero at padding positions, here and in the unmarked batch
+    zero_at_padding: fx.Node | None = None
+    # the symbolic element (`dualkv_compile.passes.masks`), if known
+    element: Any = None
+
+    @property
+    def is_token(self) -> bool:
+        return self.layout.is_token
+
+    @property
+    def is_packed(self) -> bool:
+        return self.packed is not None
+
+    @property
+    def fake(self) -> torch.Tensor:
+        return self.node.meta["val"]
+
+    @property
+    def window(self) -> Window:
+        column = self.layout.column
+        return Window.of(column.offset, column.size)
+
+
+class Barrier(Exception):
+    """Raised by a rule: this operation cannot run packed, because …"""
