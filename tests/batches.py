@@ -60,11 +60,11 @@ def relative(a, b):
     return ((a - b).norm() / scale).item() if scale > 1e-12 else (a - b).norm().item()
 
 
-def compare(model, case, loss_of, logits_of, keys=("input_ids", "attention_mask"), options=None, **extra):
-    """(largest difference of logits at real positions, of any parameter's gradient, the report)."""
+def compare(model, case, loss_of, logits_of, keys=("input_ids", "attention_mask"), options=None, reference=None, **extra):
+    """(largest difference of logits at real positions, of any parameter's gradient, the reports). `reference`: another model of the same weights."""
     torch._dynamo.reset()
     plain = {k: v for k, v in case["batch"].items() if k in keys}
-    expected, expected_grads = gradients(model, {**plain, **extra}, loss_of)
+    expected, expected_grads = gradients(reference or model, {**plain, **extra}, loss_of)
     compiled = torch.compile(model, backend="dualkv", options={"inner_backend": "aot_eager", **(options or {})})
     marked = mark(case, keys)
     actual, grads = gradients(model, {**marked, **extra}, loss_of, call=compiled)
