@@ -1,5 +1,7 @@
 """Launchers of the Hopper kernels: descriptors, block sizes, grids."""
 
+import functools
+
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -11,7 +13,7 @@ _LOG2E = 1.4426950408889634
 
 # Head dim -> (block, stages): keys a step in the forward and dQ, queries a step in dK/dV.
 FORWARD = {64: (128, 2), 128: (128, 2)}
-KEY_GRADIENTS = {64: (64, 2), 128: (64, 2)}
+KEY_GRADIENTS = {64: (64, 2), 128: (64, 3)}
 QUERY_GRADIENTS = {64: (128, 2), 128: (64, 2)}
 
 
@@ -19,8 +21,8 @@ def forward(q, k, v, out, lse, tiles, scale, sinks):
     heads, tokens, dim = q.shape[1:]
     block, stages = FORWARD[dim]
     hopper_forward.forward[(tiles.shape[0] * heads,)](
-        _rows(q, _HALF), _rows(k, block), _rows(v, block), out, lse, lse if sinks is None else sinks.contiguous(), tiles,
-        scale * _LOG2E, tokens, heads, heads // k.shape[1], dim, block, stages, sinks is not None, num_warps=4,
+        _rows(q, _HALF), _rows(k, block), _rows(v, block), out, lse, lse if sinks is None else sinks.contiguous(),
+        tiles, scale * _LOG2E, tokens, heads, heads // k.shape[1], dim, block, stages, sinks is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -51,7 +53,9 @@ def _rows(x, block):
         stride = heads * dim
     matrix = x.as_strided((tokens, heads * dim), (stride, 1))
     shape = [block, dim]
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(shape, dtype)
-    return TensorDescriptor(matrix, [tokens, heads * dim], [stride, 1], shape, layout)
+    return TensorDescriptor(matrix, [tokens, heads * dim], [stride, 1], shape, _layout(block, dim))
 
+
+@functools.cache
+def _layout(block, dim):
+    return gl.NVMMASharedLayout.get_default_for([block, dim], gl.bfloat16)  # float16 has the same width

@@ -1,8 +1,8 @@
 """The backward for Hopper in Gluon: one kernel for dK and dV, one for dQ, both without atomics.
 
-As in the forward, two consumer warpgroups of 64 rows each are fed by one warp through TMA. In the dK/dV kernel the rows
-are keys and each step takes ``BM`` queries; lse and delta are staged in shared memory too, and the blocks that need a mask
-(the diagonal, and the last of the group) are peeled out of the main loop: both keep the main loop free of spills.
+As in the forward, two consumer warpgroups of 64 rows each are fed by one warp through TMA. In the dK/dV kernel the
+rows are keys and each step takes ``BM`` queries; lse and delta are staged in shared memory too, and the blocks that
+need a mask (the diagonal, and the last of the group) are peeled out of the main loop: both keep it free of spills.
 """
 
 from triton.experimental import gluon
@@ -20,8 +20,8 @@ from dualkv_compile.kernels.hopper_forward import HALF, barriers, first_key, que
 
 
 @gluon.jit
-def _load_query_block(d_q, d_do, p_lse2, p_delta, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i, m, end,
-                      head, T4, STAGES: gl.constexpr, BM: gl.constexpr, D: gl.constexpr):  # fmt: skip
+def _load_query_block(d_q, d_do, p_lse2, p_delta, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i, m,
+                      end, head, T4, STAGES: gl.constexpr, BM: gl.constexpr, D: gl.constexpr):  # fmt: skip
     # The statistics are read through registers: a TMA of single floats would need a 16-byte aligned coordinate.
     i_query = m + gl.arange(0, BM, layout=gl.BlockedLayout([BM // 32], [32], [1], [0]))
     offset = head.to(gl.int64) * T4 + i_query
@@ -48,8 +48,8 @@ def _edge_query(e, k0, blocks, BM: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(d_q, d_k, d_v, d_do, p_lse2, p_delta, s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_free, do_full,
-                  do_free, k0, end, kv_head, blocks, edges, T4, GROUP: gl.constexpr, STAGES: gl.constexpr,
+def _load_queries(d_q, d_k, d_v, d_do, p_lse2, p_delta, s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_free,
+                  do_full, do_free, k0, end, kv_head, blocks, edges, T4, GROUP: gl.constexpr, STAGES: gl.constexpr,
                   BM: gl.constexpr, D: gl.constexpr):  # fmt: skip
     for j in gl.static_range(2):
         mbarrier.expect(kv_full.index(j), d_k.block_type.nbytes + d_v.block_type.nbytes)
@@ -58,14 +58,14 @@ def _load_queries(d_q, d_k, d_v, d_do, p_lse2, p_delta, s_k, s_v, s_q, s_do, s_l
     i = 0
     for e in range(GROUP * edges):
         m = _edge_query(e % edges, k0, blocks, BM)
-        _load_query_block(d_q, d_do, p_lse2, p_delta, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i, m, end,
-                          kv_head * GROUP + e // edges, T4, STAGES, BM, D)  # fmt: skip
+        _load_query_block(d_q, d_do, p_lse2, p_delta, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i, m,
+                          end, kv_head * GROUP + e // edges, T4, STAGES, BM, D)  # fmt: skip
         i += 1
     for member in range(GROUP):
         for b in range(blocks - edges):
             m = k0 + 2 * HALF + b * BM
-            _load_query_block(d_q, d_do, p_lse2, p_delta, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i, m, end,
-                              kv_head * GROUP + member, T4, STAGES, BM, D)  # fmt: skip
+            _load_query_block(d_q, d_do, p_lse2, p_delta, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free,
+                              i, m, end, kv_head * GROUP + member, T4, STAGES, BM, D)  # fmt: skip
             i += 1
 
 
@@ -159,8 +159,8 @@ def key_gradients(d_q, d_k, d_v, d_do, p_lse2, p_delta, p_dk, p_dv, p_tiles, sca
         (_consume_queries, (s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_free, do_full, do_free, p_dk, p_dv,
                             scale2, scale, k0, k1, end, kv_head, blocks, edges, gl.constexpr(1), HK, GROUP, STAGES, BM,
                             D)),
-        (_load_queries, (d_q, d_k, d_v, d_do, p_lse2, p_delta, s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_free,
-                         do_full, do_free, k0, end, kv_head, blocks, edges, T4, GROUP, STAGES, BM, D)),
+        (_load_queries, (d_q, d_k, d_v, d_do, p_lse2, p_delta, s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full,
+                         q_free, do_full, do_free, k0, end, kv_head, blocks, edges, T4, GROUP, STAGES, BM, D)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 

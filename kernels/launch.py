@@ -18,7 +18,7 @@ from dualkv_compile.kernels.tables import COLUMN, END, KEY_TILES, QUERY_TILES, T
 _MAX_HEAD_DIM = 256
 _STATISTICS_BLOCK = 64
 
-# (largest head dim, bytes an element) -> (BM, BN, warps, stages) of forward, dK/dV and dQ. They fit 99 KB of shared memory.
+# (largest head dim, bytes an element) -> (BM, BN, warps, stages) of forward, dK/dV and dQ: 99 KB of shared memory do.
 _BLOCKS = {
     (64, 2): ((128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
     (128, 2): ((128, 64, 8, 2), (64, 64, 8, 1), (64, 64, 8, 1)),
@@ -62,8 +62,8 @@ def forward(q, k, v, tables, scale, window, softcap, sinks):
         portable.forward[(tiles.shape[0] * (TILE // block_m) * heads,)](
             q, k, v, out, lse, lse if sinks is None else sinks.contiguous(), tiles, tables[COLUMN], tables[END],
             scale, window or 0, softcap, tokens, *_strides(q), *_strides(k), *_strides(v),
-            **_shape(q, k, v), H=heads, BM=block_m, BN=block_n, SINKS=sinks is not None, **_features(q, tables, window, softcap),
-            num_warps=warps, num_stages=stages,
+            **_shape(q, k, v), H=heads, BM=block_m, BN=block_n, SINKS=sinks is not None,
+            **_features(q, tables, window, softcap), num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out, lse
 

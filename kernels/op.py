@@ -32,10 +32,12 @@ def shared_prompt_attention(q, k, v, plan, *, scale=None, window=None, softcap=N
         softcap: scores become ``softcap * tanh(score / softcap)``; None or 0: not.
         sinks: ``[H]``, one more logit per head in the softmax's denominator.
 
-    Returns ``(out, lse)``: ``[1, H, T, Dv]`` in the dtype of q, and ``[1, H, T]``, the natural logarithm of the softmax's
-    denominator, float32 (float64 for float64). Both are differentiable. ValueError on arguments that do not fit together.
+    Returns ``(out, lse)``: ``[1, H, T, Dv]`` in the dtype of q, and ``[1, H, T]``, the natural logarithm of the
+    softmax's denominator, float32 (float64 for float64). Both are differentiable. ValueError on arguments that do not
+    fit together. A query that sees no key has out = 0 and lse = -inf (with sinks: its head's sink), and no gradient.
 
-    Extra memory of the backward: one float32 ``[H, T]`` (delta), and on the GPU nothing as long as q.
+    Extra memory of the Triton backward: two float32 ``[H, T]``; nothing as large as q, unless the Hopper kernels are
+    given heads that do not lie side by side in memory, of which they take a copy.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     tables = plan.attention_tables()
@@ -151,7 +153,8 @@ def _check(q, k, v, tables, window, softcap, sinks, impl):
     torch._check(q.shape[2] == v.shape[2], lambda: f"{expected}, got {shapes}: q and v of unequal length")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOATS:
         raise ValueError(
-            f"expected q, k and v of one dtype of {[str(t) for t in FLOATS]}, got {q.dtype}, {k.dtype}, {v.dtype}. Cast."
+            f"expected q, k and v of one dtype of {[str(t) for t in FLOATS]}, got {q.dtype}, {k.dtype}, {v.dtype}. "
+            "Cast them to one."
         )
     if not q.device == k.device == v.device == tables[0].device:
         raise ValueError(

@@ -45,15 +45,16 @@ def build_tables(segments, columns, hidden, num_tokens, device):
 
     Args:
         segments: int32 CPU tensor ``[n, 4]`` or a list of 4-tuples of host ints, ``(start, stop, prefix_start,
-            prefix_stop)``: packed tokens ``[start, stop)`` of one sequence, which also see the prefix, itself a segment;
-            an empty prefix: none. Segments cover ``[0, num_tokens)`` in ascending order; empty ones are left out.
+            prefix_stop)``: packed tokens ``[start, stop)`` of one sequence, which also see the prefix, itself a
+            segment; an empty prefix: none. Segments cover ``[0, num_tokens)`` in ascending order; empty ones are left
+            out.
         columns: integer tensor ``[num_tokens]``.
         hidden: bool tensor ``[num_tokens]``, True for tokens whose keys nobody may see, or None.
         num_tokens: ``T``.
         device: where the tables are to live.
 
     Raises ValueError if the segments do not cover the tokens, or a group's segments do not follow its prompt. Host work
-    and copies are O(n + T / TILE), in NumPy; the two tables of length ``T`` are filled on the device. No synchronisation.
+    and copies are O(n + T / TILE), in NumPy; the two tables of length ``T`` are filled on the device, unwaited for.
     """
     device = torch.device(device)
     table = _checked_segments(segments, num_tokens)
@@ -110,7 +111,7 @@ def _checked_segments(segments, num_tokens):
     if not np.array_equal(boundaries, np.concatenate([starts, [num_tokens]])):
         raise ValueError(
             f"expected segments that cover [0, {num_tokens}) in ascending order, got starts {starts[:8].tolist()} and "
-            f"stops {stops[:8].tolist()}. Pass one (start, stop, prefix_start, prefix_stop) per segment, in packed order."
+            f"stops {stops[:8].tolist()}. Pass one (start, stop, prefix_start, prefix_stop) a segment, in packed order."
         )
     has_prefix = prefix_starts < prefix_stops
     index = np.arange(len(table))

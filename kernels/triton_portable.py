@@ -1,9 +1,9 @@
-"""Portable Triton kernels: every head dim, dtype, window, soft cap, sink and hidden key, on any GPU and the interpreter.
+"""Portable Triton kernels: every head dim, dtype, window, soft cap, sink and hidden key, on any GPU; interpretable.
 
 Names: ``b_`` block, ``p_`` pointer, ``i_`` index, ``m_`` mask. ``BM`` queries and ``BN`` keys a block; ``DQ``, ``DV``
 head dims, ``BDQ``, ``BDV`` the powers of two that hold them. Tiles of ``TILE`` tokens come from the tables; a program
-takes ``BM`` (or ``BN``) tokens of one. Scores are in units of log2. Offsets are 64-bit. No atomics: every output element
-has one writer, and sums run in a fixed order.
+takes ``BM`` (or ``BN``) tokens of one. Scores are in units of log2. Offsets are 64-bit. No atomics: every output
+element has one writer, and sums run in a fixed order.
 """
 
 import triton
@@ -45,7 +45,7 @@ def _scores(b_qk, scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _key_range(part, q0, q1, p0, p1, s0, p_column, window, BM: tl.constexpr, WINDOW: tl.constexpr):
-    """Keys [lo, hi) of the prefix (part 0) or of the own segment (part 1), and column[q] - q - (column[j] - j) there."""
+    """Keys [lo, hi) of the prefix (part 0) or the own segment (part 1), and column[q] - q - (column[j] - j)."""
     if part == 0:
         shift = 0
         lo = p0
@@ -129,7 +129,7 @@ def statistics(
     p_out, p_dout, p_lse, p_dlse, p_delta, p_lse2, T, T4, s_doh, s_dot,
     H: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, DLSE: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum(out * dout) - dlse, and lse in units of log2; rows of ``T4`` elements, so that a TMA may read them."""
+    """delta = sum(out * dout) - dlse, and lse in units of log2; in rows of ``T4`` elements."""
     head = tl.program_id(1)
     i_q = tl.program_id(0) * BM + tl.arange(0, BM)
     m_q = i_q < T

@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracle import Case
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 RAGGED = ((300, (130, 0, 77, 256, 1)), (1, (129,)), (127, ()), (128, (128, 200)))
 DIMS = [(16, 16), (32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
