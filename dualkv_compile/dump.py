@@ -8,15 +8,18 @@ import os
 import shutil
 import subprocess
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.fx as fx
+
+from dualkv_compile.drawing import drawing
 
 log = logging.getLogger("dualkv_compile.passes")
 
 
 class Dumper:
-    """Files of one compiled variant: `{graph}.{step:02d}.{pass}.{before|after}.py`, `.report.txt`, `.report.json`, `.svg` or `.dot`.
+    """Files of one compiled variant: `{graph}.{step:02d}.{pass}.{before|after}.py`, `.report.txt`, `.report.json`, `.dot`, `.svg`.
 
     directory: None writes nothing. One that cannot be written to gives one warning and no files.
     """
@@ -30,69 +33,72 @@ class Dumper:
                 self._give_up(error)
 
     def passes(self, captured: fx.GraphModule, recorded: fx.GraphModule, rewritten: fx.GraphModule) -> None:
+        """captured: Dynamo's graph; recorded: what `trace` made of it; rewritten: what `propagate` made of that."""
         for step, (name, before, after) in enumerate([("trace", captured, recorded), ("propagate", recorded, rewritten)]):
-            log.debug("%s: %s: %s", self.graph, name, _delta(_counts(before), _counts(after)))
+            if log.isEnabledFor(logging.INFO):
+                log.info("%s: %s: %s", self.graph, name, delta(operations(before), operations(after)))
             for when, gm in (("before", before), ("after", after)):
-                self._write(f"{self.graph}.{step:02d}.{name}.{when}.py", lambda gm=gm: gm.print_readable(print_output=False))
-        torch._logging.trace_structured(
-            "artifact",
-            metadata_fn=lambda: {"name": f"dualkv_{self.graph}", "encoding": "string"},
-            payload_fn=lambda: rewritten.print_readable(print_output=False),
-        )
+                self._write(f"{self.graph}.{step:02d}.{name}.{when}.py", lambda gm=gm: _readable(gm))
+            torch._logging.trace_structured(
+                "artifact",
+                metadata_fn=lambda name=name: {"name": f"dualkv_{self.graph}_{name}", "encoding": "string"},
+                payload_fn=lambda gm=after: _readable(gm),
+            )
         self._draw(rewritten)
 
     def report(self, report) -> None:
-        if self.directory is not None:
-            self._write(f"{self.graph}.report.txt", lambda: str(report) + "\n")
-            self._write(f"{self.graph}.report.json", report.to_json)
+        """The report as a table and as JSON; written anew at every call, since its counts are those of the latest one."""
+        self._write(f"{self.graph}.report.txt", lambda: f"{report}\n")
+        self._write(f"{self.graph}.report.json", report.to_json)
 
     def _draw(self, gm: fx.GraphModule) -> None:
-        if self.directory is None:
+        if not self._write(f"{self.graph}.dot", lambda: drawing(gm)):
             return
-        self._write(f"{self.graph}.dot", lambda: drawing(gm))
         dot = shutil.which("dot")
         if dot is None:
-            log.warning("graphviz's dot is not installed: %s.dot was written, no SVG", self.graph)
+            log.warning("graphviz's dot is not on PATH: %s.dot was written, and no SVG", self.graph)
             return
-        path = os.path.join(self.directory, f"{self.graph}.dot")
-        subprocess.run([dot, "-Tsvg", path, "-o", path[:-3] + "svg"], check=False, timeout=60)
-
-    def _write(self, name: str, text) -> None:
-        if self.directory is None:
-            return
+        path = os.path.join(self.directory, self.graph)
         try:
-            with open(os.path.join(self.directory, name), "w") as file:
+            subprocess.run([dot, "-Tsvg", f"{path}.dot", "-o", f"{path}.svg"], check=True, capture_output=True, timeout=60)
+        except (OSError, subprocess.SubprocessError) as error:
+            log.warning("graphviz's dot did not draw %s.dot: %s", self.graph, error)
+
+    def _write(self, name: str, text: Callable[[], str]) -> bool:
+        if self.directory is None:
+            return False
+        try:
+            with open(os.path.join(self.directory, name), "w", encoding="utf-8") as file:
                 file.write(text())
         except OSError as error:
             self._give_up(error)
+        return self.directory is not None
 
     def _give_up(self, error: OSError) -> None:
-        warnings.warn(f"dualkv: expected a writable dump directory, got {self.directory!r} ({error}); nothing is dumped", stacklevel=3)
+        warnings.warn(
+            f"dualkv: expected a writable dump directory, got {self.directory!r} ({error}); nothing more is dumped", stacklevel=3
+        )
         self.directory = None
 
 
-def _counts(gm: fx.GraphModule) -> collections.Counter:
-    return collections.Counter(str(n.target) for n in gm.graph.nodes if n.op in ("call_function", "call_method"))
+def _readable(gm: fx.GraphModule) -> str:
+    return gm.print_readable(print_output=False)
 
 
-def _delta(before: collections.Counter, after: collections.Counter) -> str:
-    changed = {k: after[k] - before[k] for k in before | after if after[k] != before[k]}
-    largest = sorted(changed.items(), key=lambda item: -abs(item[1]))[:8]
-    return f"{before.total()} -> {after.total()} operations; " + ", ".join(f"{k} {v:+d}" for k, v in largest)
+def operations(gm: fx.GraphModule) -> collections.Counter:
+    """How often each operation stands in a graph, those inside checkpointed regions included."""
+    graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    return collections.Counter(_name(n) for g in graphs for n in g.nodes if n.op in ("call_function", "call_method"))
 
 
-_COLOURS = (("shared_prompt_attention", "gold"), ("unpack", "salmon"), ("index_select", "lightsalmon"), ("mm", "lightblue"))
+def _name(node: fx.Node) -> str:
+    name = node.target if isinstance(node.target, str) else node._pretty_print_target(node.target)
+    return name.removeprefix("torch.ops.")
 
 
-def drawing(gm: fx.GraphModule) -> str:
-    """The graph in graphviz's language: attention, conversions and products coloured; parameters left out."""
-    lines = ["digraph packed {", ' node [shape=box, style=filled, fontname="monospace", fontsize=9];']
-    for node in gm.graph.nodes:
-        if node.op in ("placeholder", "get_attr") and "request" not in node.meta and "ids" not in node.name:
-            continue
-        colour = next((c for word, c in _COLOURS if word in str(node.target)), "white")
-        value = node.meta.get("val")
-        shape = f"\\n{list(value.shape)}" if isinstance(value, torch.Tensor) else ""
-        lines.append(f' "{node.name}" [label="{node.name}{shape}", fillcolor={colour}];')
-        lines += [f' "{a.name}" -> "{node.name}";' for a in node.all_input_nodes if a.op == "call_function" or "request" in a.meta]
-    return "\n".join([*lines, "}"]) + "\n"
+def delta(before: collections.Counter, after: collections.Counter, shown: int = 8) -> str:
+    """'812 -> 640 operations; aten.expand.default -56, …': the total, and the largest changes first."""
+    changes = {name: after[name] - before[name] for name in before | after if after[name] != before[name]}
+    largest = sorted(changes.items(), key=lambda item: (-abs(item[1]), item[0]))
+    listed = ", ".join(f"{name} {change:+d}" for name, change in largest[:shown]) + (", …" if len(largest) > shown else "")
+    return f"{before.total()} -> {after.total()} operations" + (f"; {listed}" if listed else "")
