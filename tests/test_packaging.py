@@ -1,0 +1,48 @@
+"""The wheel holds every package, under the names that imports use, and the backend's entry point."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+CHECK = """
+import sys, pathlib
+import torch
+import dualkv_compile.passes, dualkv_compile.kernels
+target = pathlib.Path(sys.argv[1]).resolve()
+for module in (dualkv_compile, dualkv_compile.passes, dualkv_compile.kernels):
+    assert pathlib.Path(module.__file__).resolve().is_relative_to(target), module.__file__
+assert "dualkv" in torch._dynamo.list_backends(exclude_tags=()), torch._dynamo.list_backends(exclude_tags=())
+backend = torch._dynamo.lookup_backend("dualkv")
+import dualkv_compile.backend
+assert backend is dualkv_compile.backend.dualkv
+import importlib.util
+assert importlib.util.find_spec("passes") is None
+"""
+
+
+def run(*command, cwd, **env):
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
+
+
+def test_wheel_installs_under_its_names_and_registers_the_backend(tmp_path):
+    # a copy of what the build reads: a build leaves files beside pyproject.toml, and reads what an earlier one left
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    for folder in ("dualkv_compile", "passes", "kernels"):
+        (source / folder).mkdir()
+        for file in (ROOT / folder).glob("*.py"):
+            (source / folder / file.name).write_bytes(file.read_bytes())
+    wheels, target, elsewhere = tmp_path / "wheels", tmp_path / "target", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", wheels, source, cwd=tmp_path)
+    (wheel,) = wheels.glob("dualkv_compile-*.whl")
+    run(*pip, "install", "--no-deps", "--no-index", "--target", target, wheel, cwd=tmp_path)
+    # only the target's metadata is left of this package, even where the interpreter has an editable install too
+    run(sys.executable, "-c", CHECK, target, cwd=elsewhere, PYTHONPATH=str(target))
