@@ -230,7 +230,8 @@ def run_step(number: int, task: Task, prompts: list, width: int, policy, policy_
 
 
 def table(steps: list[Step]) -> str:
-    rows = [("step", "reward", "loss diff.", "max rel. grad diff.", "tokens", "padding", "packed", "fewer", "inductor s", "dualkv s", "ratio")]
+    header = "step, reward, loss diff., max rel. grad diff., tokens, padding, packed, fewer, inductor s, dualkv s, ratio"
+    rows = [tuple(header.split(", "))]
     for s in steps:
         ratio = f"{s.plain_time / s.dualkv_time:.2f}x" if s.number > 1 else "(compiles)"
         exactness = (f"{s.reward:.3f}", f"{s.loss_difference:.1e}", f"{s.gradient_difference:.1e}")
