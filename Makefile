@@ -39,9 +39,6 @@ demo: setup
 	$(BIN)/python -m dualkv_compile demo
 
 # the interpreter of triton is chosen when it is imported, so its tests run in a process of their own
-demo: setup
-	$(BIN)/python -m dualkv_compile demo --out out
-
 test: setup
 	$(BIN)/python -m pytest tests --ignore=tests/interpreter --ignore=tests/fuzz -n $(WORKERS) -q
 	@test ! -d tests/interpreter || { set -x; TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter -n $(WORKERS) -q; }

@@ -3,7 +3,7 @@
 The task is chain_sum of reasoning_gym. The policy starts from random weights, so it is first shown some worked solutions; rewards give
 partial credit (see `reward_of`), which makes a group's rewards differ long before answers are right.
 
-Needs transformers, reasoning-gym and matplotlib.
+Needs transformers, reasoning-gym, matplotlib and tqdm.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import re
 import time
 
 import torch
+from tqdm import tqdm
 
 import dualkv_compile
 
 PAD, EOS, VOCAB = 256, 257, 258  # a token is a byte of UTF-8
-PROMPTS, GROUP, NEW_TOKENS, SHOTS = 2, 6, 32, 2
-TOLERANCE = 1e-3  # of a parameter's gradient, relative, float32
+PROMPTS, GROUP, NEW_TOKENS, SHOTS = 4, 8, 32, 2
+TOLERANCE = 1e-4  # of a parameter's gradient, relative, float32
 
 
 @dataclasses.dataclass
@@ -95,11 +96,11 @@ def pad_left(rows: list[list[int]], device: torch.device, width: int = 0) -> tup
 # ----------------------------------------------------------------------------------------------------------- the policy
 
 
-def make_policy(device: torch.device, layers: int = 2) -> torch.nn.Module:
+def make_policy(device: torch.device, layers: int = 4) -> torch.nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=384, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCAB, hidden_size=256, intermediate_size=768, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=4,
         head_dim=32, max_position_embeddings=1024, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None, attn_implementation="sdpa",
     )  # fmt: skip
     return Qwen3ForCausalLM(config).to(device, torch.float32)
@@ -108,15 +109,15 @@ def make_policy(device: torch.device, layers: int = 2) -> torch.nn.Module:
 def warm_up(model: torch.nn.Module, task: Task, steps: int, device: torch.device, rows: int = 8) -> None:
     """Supervised steps on worked solutions."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(steps):
+    bar = tqdm(range(steps), "warm-up", unit="step", mininterval=1)
+    for _ in bar:
         entries = [task.data[task.random.randrange(len(task.data))] for _ in range(rows)]
         ids, mask = pad_left([encode(task.prompt(e) + solution(e)) + [EOS] for e in entries], device)
         loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if (step + 1) % 10 == 0 or step + 1 == steps:
-            print(f"  warm-up {step + 1:3}/{steps}: loss {loss.item():.3f}", flush=True)
+        bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
 
 
 @torch.no_grad()
@@ -187,7 +188,7 @@ def run_step(number: int, task: Task, prompts: list, width: int, policy, policy_
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
     best = int(rewards.argmax())
     question = entries[best // GROUP]["question"].rsplit(": ", 1)[-1]
-    print(f"  step {number}: mean reward {rewards.mean():.3f}; best response {texts[best]!r} to {question!r}", flush=True)
+    tqdm.write(f"  step {number}: mean reward {rewards.mean():.3f}; best response {texts[best]!r} to {question!r}")
 
     ids = torch.cat([prompt_ids, responses], 1)
     mask = torch.cat([prompt_mask, (responses != PAD).long()], 1)
@@ -216,12 +217,11 @@ def run_step(number: int, task: Task, prompts: list, width: int, policy, policy_
     )
     torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
     optimizer.step()
-    print(
+    tqdm.write(
         f"  step {number}: loss differs by {step.loss_difference:.1e}, gradients by {step.gradient_difference:.1e} (relative); "
         f"{step.dense_tokens} tokens ({step.padding} of them padding), packed {step.packed_tokens}; "
         f"inductor {plain_time:.3f} s, dualkv {seconds:.3f} s"
         + (" (both with compilation)" if number == 1 else ""),
-        flush=True,
     )
     return step
 
@@ -282,7 +282,7 @@ def problems(steps: list[Step]) -> list[str]:
     return found
 
 
-def main(out: str = "out", steps: int = 4, warm_up_steps: int = 120, seed: int = 0, device: str | None = None) -> int:
+def main(out: str = "out", steps: int = 5, warm_up_steps: int = 80, seed: int = 0, device: str | None = None) -> int:
     """Runs the demo; returns the exit status: 0, or 1 where something is wrong (see `problems`)."""
     if steps < 1:
         raise ValueError(f"expected at least one step, got {steps}")
@@ -304,7 +304,8 @@ def main(out: str = "out", steps: int = 4, warm_up_steps: int = 120, seed: int =
     entries = [[task.data[task.random.randrange(len(task.data))] for _ in range(PROMPTS)] for _ in range(steps)]
     prompts = [[(entry, task.prompt(entry)) for entry in of_step] for of_step in entries]
     width = max(len(encode(p)) for of_step in prompts for _, p in of_step)
-    done = [run_step(i + 1, task, prompts[i], width, policy, compiled[0], plain, compiled[1], optimizer) for i in range(steps)]
+    bar = tqdm(prompts, "GRPO", unit="step")
+    done = [run_step(i, task, batch, width, policy, compiled[0], plain, compiled[1], optimizer) for i, batch in enumerate(bar, 1)]
 
     picture = directory / "demo.png"
     plot(done, picture, where)

@@ -18,7 +18,8 @@ class Barrier:
     def line(self) -> str:
         """The innermost line of `source`."""
         lines = [line.strip() for line in (self.source or "").strip().splitlines()]
-        return lines[-1] if lines else ""
+        lines = [line for line in lines if line.strip("^~ ")]
+        return " ".join(lines[-2:])
 
 
 @dataclasses.dataclass
