@@ -24,8 +24,9 @@ class Barrier:
 
 @dataclasses.dataclass
 class Report:
-    """One compiled variant of one graph. Token and FLOP counts (multiply and add counted as two, forward only) are those of its latest call.
+    """One compiled variant of one graph. Token and FLOP counts are those of its latest call.
 
+    FLOPs are of the forward pass, a multiply and an add counted as two.
     variant: "plain" (unmarked batches), "packed" (padding left out, or there was none), "packed, padding kept", "dense" (a marked batch
     of which nothing could be rewritten; `notes` says why). calls: how often it ran; compilations: how often it was compiled.
     """
@@ -71,8 +72,10 @@ def reports() -> list[Report]:
 
 
 def record(report: Report) -> None:
+    """Makes `reports` list it; the backend goes on counting in it."""
     _reports.append(report)
 
 
 def clear() -> None:
+    """Forgets all reports; torch._dynamo.reset() calls it."""
     _reports.clear()
