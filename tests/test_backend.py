@@ -1,0 +1,278 @@
+"""The choice of a variant at every call: no wrong reuse, few compilations, errors, options."""
+
+import warnings
+
+import pytest
+import torch
+from batches import batch_of, gradients, mark, packed_tokens, relative
+from nanogpt import NanoGPT
+from torch import nn
+
+import dualkv_compile
+from dualkv_compile import InvalidMark, NotRewritten
+from dualkv_compile.options import parse
+
+KEYS = ("input_ids", "attention_mask")
+
+
+class Padded(nn.Module):
+    """A decoder that hides padding keys by its attention mask; float64 throughout."""
+
+    def __init__(self, dropout=0.0, vocab=64, width=16, heads=4):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.head = nn.Linear(width, vocab)
+        self.heads, self.dropout = heads, nn.Dropout(dropout)
+
+    def forward(self, input_ids, attention_mask):
+        b, s = input_ids.shape
+        x = self.dropout(self.embed(input_ids))
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        at = torch.arange(s, device=x.device)
+        keep = (at[None, :] <= at[:, None]) & attention_mask[:, None, None, :].bool()
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+        return self.head(x + y.transpose(1, 2).flatten(2))
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+def compiled(model, **options):
+    return torch.compile(model, backend="dualkv", options={"inner_backend": "aot_eager", **options})
+
+
+def make(seed=0, **kwargs):
+    torch.manual_seed(seed)
+    return Padded(**kwargs).double()
+
+
+def agree(model, call, case, marked=True, tolerance=1e-10):
+    """One call through `call`, marked or not, against the unmarked eager model."""
+    weights = torch.randn(*case["batch"]["input_ids"].shape, 64, dtype=torch.float64) * case["batch"]["attention_mask"][..., None]
+    plain = {k: case["batch"][k].clone() for k in KEYS}
+    loss = lambda out: (out * weights).sum()  # noqa: E731
+    expected, expected_grads = gradients(model, plain, loss)
+    actual, grads = gradients(model, mark(case, KEYS) if marked else plain, loss, call=call)
+    real = case["batch"]["attention_mask"].bool()
+    assert relative(actual[real], expected[real]) < tolerance
+    assert grads.keys() == expected_grads.keys()
+    assert max(relative(grads[n], expected_grads[n]) for n in grads) < tolerance
+
+
+def latest():
+    return max(dualkv_compile.reports(), key=lambda r: r.calls)
+
+
+@pytest.mark.parametrize("marked_first", [False, True])
+def test_marked_and_unmarked_in_turn(marked_first):
+    model = make()
+    call = compiled(model)
+    one, two = [(9, [4, 3, 2])], [(5, [4]), (5, [6, 6])]
+    left = batch_of([(3, [4, 2]), (2, [5])], left_pads=[2, 3])
+    assert left["batch"]["input_ids"].shape[0] == 3
+    for marked in (marked_first, not marked_first, marked_first):
+        agree(model, call, batch_of(one), marked=marked)
+        agree(model, call, batch_of(two), marked=marked)
+        agree(model, call, left, marked=marked)
+    rewritten = [r for r in dualkv_compile.reports() if r.attention_rewritten]
+    assert rewritten and all(r.attention_rewritten == r.attention_sites == 1 for r in rewritten)
+    assert sum(r.calls for r in dualkv_compile.reports()) == 9
+
+
+def test_groups_permuted_and_marked_differently():
+    model = make()
+    call = compiled(model)
+    groups = [(6, [3, 4]), (5, [2, 5, 4])]
+    agree(model, call, batch_of(groups))
+    agree(model, call, batch_of(groups, order=[4, 0, 3, 1, 2]))
+    case = batch_of(groups)
+    case["prompt_length"] = case["prompt_length"] - 2  # a shorter prompt is a prompt too
+    agree(model, call, case)
+    case["group_ids"] = torch.arange(5)  # no row shares
+    agree(model, call, case)
+    assert sum(r.compilations for r in dualkv_compile.reports()) <= 3
+
+
+def test_twenty_batches_compile_twice():
+    """Sizes equal to one another, to the number of rows and to the head count included."""
+    model = make()
+    call = compiled(model)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [[(4, [4, 4, 4, 4])], [(3, [1, 1, 1, 1])], [(2, [2, 2])], [(16, [16] * 4)], [(8, [3, 8, 5, 1, 2, 2, 4, 7])]]
+    while len(shapes) < 20:
+        draw = lambda low, high: int(torch.randint(low, high, (), generator=generator))  # noqa: E731
+        shapes.append([(draw(2, 9), [draw(1, 9) for _ in range(draw(1, 4))]) for _ in range(draw(1, 4))])
+    shapes = [s if sum(len(r) for _, r in s) > 1 else s + [(3, [2, 2])] for s in shapes]
+    for groups in shapes:
+        agree(model, call, batch_of(groups))
+        done = [r for r in dualkv_compile.reports() if r.packed_tokens == packed_tokens(groups)]
+        assert done, (groups, dualkv_compile.reports())
+    by_variant = {}
+    for r in dualkv_compile.reports():
+        key = r.variant
+        by_variant[key] = by_variant.get(key, 0) + r.compilations
+    # two paddings (none, right), each first with static and then with symbolic sizes
+    assert by_variant["packed"] <= 4, by_variant
+
+
+def test_growing_lengths():
+    model = make()
+    call = compiled(model)
+    for i in range(10):
+        agree(model, call, batch_of([(8 + i, [8 + i] * 3)]))
+    assert sum(r.compilations for r in dualkv_compile.reports()) <= 2
+
+
+def test_no_grad_and_training_in_turn():
+    model = make()
+    call = compiled(model)
+    case = batch_of([(9, [4, 3, 2])])
+    agree(model, call, case)
+    with torch.no_grad():
+        out = call(**mark(case, KEYS))
+        expected = model(**{k: case["batch"][k] for k in KEYS})
+    real = case["batch"]["attention_mask"].bool()
+    assert not out.requires_grad and relative(out[real], expected[real]) < 1e-10
+    agree(model, call, case)
+
+
+def test_inference_mode():
+    model = make()
+    case = batch_of([(9, [4, 3, 2])])
+    with torch.inference_mode():
+        out = compiled(model)(**mark(case, KEYS))
+        expected = model(**{k: case["batch"][k] for k in KEYS})
+    real = case["batch"]["attention_mask"].bool()
+    assert relative(out[real], expected[real]) < 1e-10 and latest().attention_rewritten == 1
+
+
+def test_padding_positions_of_outputs_read_zero():
+    case = batch_of([(9, [4, 1, 2])], left_pads=[3])
+    out = compiled(make())(**mark(case, KEYS))
+    assert (out[~case["batch"]["attention_mask"].bool()] == 0).all()
+
+
+def test_dropout_is_not_shared():
+    model = make(dropout=0.5).train()
+    case = batch_of([(9, [4, 4, 4])])
+    with pytest.warns(UserWarning, match="were not rewritten"):
+        compiled(model)(**mark(case, KEYS))
+    report = latest()
+    assert report.attention_rewritten == 0 and any("random" in b.reason for b in report.barriers)
+    agree(model.eval(), compiled(model), case)
+
+
+def test_strict():
+    case = batch_of([(9, [4, 4, 4])])
+    with pytest.raises(NotRewritten, match="random"):
+        compiled(make(dropout=0.5).train(), strict=True)(**mark(case, KEYS))
+
+
+def test_bidirectional_attention_stays_dense():
+    class Bidirectional(Padded):
+        def forward(self, input_ids, attention_mask):
+            x = self.embed(input_ids)
+            q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            y = nn.functional.scaled_dot_product_attention(q, k, v)
+            return self.head(x + y.transpose(1, 2).flatten(2))
+
+    torch.manual_seed(0)
+    model = Bidirectional().double()
+    call = compiled(model)
+    with pytest.warns(UserWarning, match="not causal"):
+        agree(model, call, batch_of([(9, [4, 4, 4])]))
+
+
+def test_marks_of_two_batches():
+    first, second = (mark(batch_of([(5, [4, 4])], seed=s), KEYS) for s in (0, 1))
+    other = mark(batch_of([(4, [5, 5])]), KEYS)
+    del second
+    with pytest.raises(InvalidMark, match="different batches"):
+        compiled(make())(first["input_ids"], other["attention_mask"])
+
+
+def test_edited_after_marking():
+    case = batch_of([(5, [4, 4])])
+    marked = mark(case, KEYS)
+    marked["input_ids"][1, 2] = (marked["input_ids"][1, 2] + 1) % 64
+    with pytest.raises(InvalidMark):
+        compiled(make())(**marked)
+
+
+def test_nanogpt_with_a_buffer_that_is_not_causal():
+    """The buffer is data: what it must be is asked of it at the call."""
+    torch.manual_seed(0)
+    model = NanoGPT("buffer").double()
+    call = compiled(model)
+    case = batch_of([(6, [4, 4, 4])])
+    marked = mark(case, ("input_ids",))
+    call(**marked)
+    assert latest().attention_rewritten == 2
+    for layer in model.layers:
+        layer["attention"].bias[..., 2, 7] = 1.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = call(**mark(case, ("input_ids",)))
+    assert relative(out, model(case["batch"]["input_ids"])) < 1e-10
+
+
+def test_options():
+    with pytest.raises(ValueError, match="inner_backend"):
+        parse(None, {"nonsense": 1})
+    with pytest.raises(ValueError, match="must be one of"):
+        parse(None, {"attention": "fast"})
+    assert parse("reduce-overhead", {"strict": True}).inductor["triton.cudagraphs"] is True
+    assert parse(None, {"max_autotune": True}).inductor == {"max_autotune": True}
+
+
+@pytest.mark.parametrize("how", [{"dynamic": True}, {"dynamic": False}, {"fullgraph": True}, {"mode": "default"}])
+def test_arguments_of_torch_compile(how, monkeypatch):
+    monkeypatch.setenv("DUALKV_INNER_BACKEND", "aot_eager")
+    model = make()
+    call = torch.compile(model, backend="dualkv", **how)
+    agree(model, call, batch_of([(5, [4, 4])]))
+    agree(model, call, batch_of([(6, [4, 3, 4])]))
+    agree(model, call, batch_of([(6, [4, 3, 4])]), marked=False)
+
+
+def test_inductor_both_orders():
+    model = make()
+    call = torch.compile(model, backend="dualkv")
+    agree(model, call, batch_of([(5, [4, 4])]))
+    agree(model, call, batch_of([(6, [2, 3, 4])], left_pads=[2]))
+    agree(model, call, batch_of([(6, [4, 3, 4])]), marked=False)
+
+
+def test_dump(tmp_path):
+    compiled(make(), dump=str(tmp_path))(**mark(batch_of([(5, [4, 4])]), KEYS))
+    names = sorted(p.name.split(".", 1)[1] for p in tmp_path.iterdir())
+    assert "packed.00.trace.before.py" in names and "packed.01.propagate.after.py" in names
+    assert "packed.report.json" in names and "packed.dot" in names
+    assert "shared_prompt_attention" in next(tmp_path.glob("*propagate.after.py")).read_text()
+
+
+def test_unwritable_dump(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="writable dump directory"):
+        compiled(make(), dump=str(tmp_path / "file"))(**mark(batch_of([(5, [4, 4])]), KEYS))
+
+
+def test_explain():
+    report = dualkv_compile.explain(make(), {"inner_backend": "eager"})(**mark(batch_of([(5, [4, 4])]), KEYS))
+    assert report.attention_rewritten == 1
+    assert "1 of 1 rewritten" in str(report) and "tokens" in str(report)
+
+
+def test_autocast():
+    torch.manual_seed(0)
+    model = Padded().float()
+    case = batch_of([(9, [4, 3, 2])])
+    real = case["batch"]["attention_mask"].bool()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(**{k: case["batch"][k] for k in KEYS})
+        actual = compiled(model)(**mark(case, KEYS))
+    assert actual.dtype == expected.dtype == torch.bfloat16 and latest().attention_rewritten == 1
+    assert relative(actual[real].float(), expected[real].float()) < 2e-2
