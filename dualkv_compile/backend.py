@@ -24,7 +24,7 @@ import dualkv_compile.unpack  # noqa: F401  registers dualkv::unpack
 from dualkv_compile import dump, inner, report
 from dualkv_compile.errors import InvalidMark, NotRewritten
 from dualkv_compile.kernels.tables import FACTS, NUM_TABLES, table_specs
-from dualkv_compile.marks import Mark, mark_of
+from dualkv_compile.marks import Mark, is_marked, mark_of
 from dualkv_compile.options import Options, parse
 from dualkv_compile.passes.errors import CannotDeduplicate
 from dualkv_compile.passes.graph import Request, Window
@@ -65,6 +65,8 @@ class CompiledGraph:
         self.specs = [inner.InputSpec.of(f if f is not None else e) for f, e in zip(fakes, example_inputs, strict=True)]
         # a parameter is never marked: looking at the other arguments alone keeps a call cheap
         self.candidates = [i for i, s in enumerate(self.specs) if s.shape is not None and len(s.shape) >= 2 and not s.is_parameter]
+        # Python floats that Dynamo made inputs of the graph; a variant takes their values as constants
+        self.scalars = [i for i, n in enumerate(placeholders) if getattr(n.meta.get("grapharg"), "pass_arg_as_tensor", False)]
         self.gm = fx.GraphModule(gm, _copy(gm), class_name="Captured")
         self.plain: Callable | None = None
         self.plain_report: Report | None = None
@@ -73,7 +75,7 @@ class CompiledGraph:
         self.dense_reports: dict[Any, Report] = {}
         self.warned = False
         examples = [_example(n) for n in placeholders]
-        if not any(isinstance(examples[i], torch.Tensor) and mark_of(examples[i]) is not None for i in self.candidates):
+        if not any(is_marked(examples[i]) for i in self.candidates):
             self.plain = inner.in_context(gm, example_inputs, options.inner_backend, options.inductor)
             self.plain_report = self._record(Report(self.name, compilations=1))
 
@@ -108,7 +110,8 @@ class CompiledGraph:
                 log.info("%s: not packed (%s)", self.name, reason)
                 continue
             known.append(variant)
-            self._complain(variant.rewrite.sites_found, variant.rewrite.sites_rewritten, [f"{b.op}: {b.reason}" for b in variant.report.barriers])
+            reasons = [f"{b.op}: {b.reason}" for b in variant.report.barriers]
+            self._complain(variant.rewrite.sites_found, variant.rewrite.sites_rewritten, reasons)
             ready = variant.prepare(args, plan)
             if ready is not None:
                 variant.compile()
@@ -191,7 +194,9 @@ class Variant:
         self.compiled: Callable | None = None
         self._plan_sizes: dict[Any, Any] = {}
         self._plan, self._args = plan, args
-        recorded = trace(owner.gm, self.inputs.fake_mode, self.inputs.fakes)
+        self.scalars = {i: float(args[i]) for i in owner.scalars}
+        numbers = {owner.names[i]: number for i, number in self.scalars.items()}
+        recorded = trace(owner.gm, self.inputs.fake_mode, self.inputs.fakes, numbers)
         self.constants = dict(recorded.named_buffers())
         first, mark = next(iter(marks.items()))
         fake = self.inputs.fakes[first]
@@ -225,6 +230,7 @@ class Variant:
     def _refresh_guards(self) -> None:
         self.guards = self.inputs.guards()
         self._resolvers = [self._resolver(r) for r in self.requests]
+        self._batch_shape = [self.guards.function(inner.expr(n)) for n in (self._rows, self._columns)]
         flops = self.rewrite.flops
         self._flops = [self.guards.function(inner.expr(f)) for f in (flops.dense, flops.packed)]
 
@@ -241,7 +247,8 @@ class Variant:
 
     def _now(self, window: Window) -> tuple[int, int]:
         """A window's numbers in the batch that the variant is made for."""
-        values = {s: (self._args[i] if d is None else self._args[i].shape[d]) for s, (i, d) in self.inputs.places.items() if i < len(self._args)}
+        args = self._args
+        values = {s: args[i] if d is None else args[i].shape[d] for s, (i, d) in self.inputs.places.items() if i < len(args)}
         return tuple(int(e.xreplace(values)) if hasattr(e, "xreplace") else int(e) for e in (window.offset, window.size))
 
     def _fake_request(self, request: Request) -> torch.Tensor:
@@ -291,7 +298,8 @@ class Variant:
         return getattr(packing, request.kind)
 
     def _resolver(self, request: Request) -> Callable[[Plan, list[int]], torch.Tensor]:
-        functions = {w: (self.guards.function(w.offset), self.guards.function(w.size)) for w in (request.window, request.base) if w is not None}
+        windows = [w for w in (request.window, request.base) if w is not None]
+        functions = {w: (self.guards.function(w.offset), self.guards.function(w.size)) for w in windows}
 
         def resolve(plan: Plan, sizes: list[int]) -> torch.Tensor:
             return self._lookup(request, plan, lambda w: tuple(f(*sizes) for f in functions[w]))
@@ -304,7 +312,7 @@ class Variant:
 
     def prepare(self, args: Sequence[Any], plan: Plan) -> tuple[list[torch.Tensor], list[int], Plan] | None:
         """The plan's tensors for a call; None if this variant is not for these arguments."""
-        if not self._windows_fit(args, plan):
+        if not self._fits(args, plan):
             return None
         before = self._sizes_before_plan(args)
         extra = [resolve(plan, before) for resolve in self._resolvers]
@@ -313,17 +321,20 @@ class Variant:
             return None
         return extra, sizes, plan
 
-    def _windows_fit(self, args: Sequence[Any], plan: Plan) -> bool:
+    def _fits(self, args: Sequence[Any], plan: Plan) -> bool:
+        """Whether the graph is for this batch as far as the user's own arguments and the plan tell."""
+        if any(float(args[i]) != number for i, number in self.scalars.items()):
+            return False
         before = self._sizes_before_plan(args)
-        for w in self.rewrite.unpadded_windows:
-            offset, size = self.guards.function(w.offset)(*before), self.guards.function(w.size)(*before)
-            if not _is_unpadded(plan, offset, size):
-                return False
-        return True
+        shape = tuple(f(*before) for f in self._batch_shape)
+        if shape != (plan.num_rows, plan.num_columns):
+            return False
+        windows = ((self.guards.function(w.offset)(*before), self.guards.function(w.size)(*before)) for w in self.rewrite.unpadded_windows)
+        return all(_is_unpadded(plan, *w) for w in windows)
 
     def fits_but_for_data(self, args: Sequence[Any], plan: Plan) -> bool:
-        if not self._windows_fit(args, plan):
-            return True
+        if not self._fits(args, plan):
+            return False
         extra = [resolve(plan, self._sizes_before_plan(args)) for resolve in self._resolvers]
         return self.guards.sizes([*args, *extra]) is not None
 
@@ -352,7 +363,7 @@ class Variant:
         done, flops = self.report, self.rewrite.flops
         done.calls += 1
         done.dense_tokens = plan.num_dense_tokens
-        done.packed_tokens = plan.num_dense_tokens if self.keep and not self.rewrite.sites_rewritten else plan.packing(keep=self.keep).num_tokens
+        done.packed_tokens = plan.packing(keep=self.keep).num_tokens
         done.dense_flops = self._flops[0](*sizes) + flops.dense_per_pair * plan.score_elements_dense
         done.packed_flops = self._flops[1](*sizes) + flops.packed_per_pair * plan.score_elements_packed
         self.dumper.report(done)
@@ -374,7 +385,7 @@ def explain(model: Callable, options: dict | None = None) -> Callable[..., Repor
         torch.compile(model, backend=dualkv, options=options)(*args, **kwargs)
         new = report.reports()[before:]
         if not new:
-            raise RuntimeError("nothing was compiled; is torch.compile disabled (TORCHDYNAMO_DISABLE), or has this model been explained already?")
+            raise RuntimeError("nothing was compiled; is torch.compile disabled (TORCHDYNAMO_DISABLE), or was this explained already?")
         return max(new, key=lambda r: (r.attention_rewritten, r.attention_sites))
 
     return run

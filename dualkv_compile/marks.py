@@ -170,6 +170,11 @@ def unmark(batch):
     return batch
 
 
+def is_marked(tensor):
+    """Whether a tensor carries a mark, fresh or not."""
+    return getattr(tensor, _ATTRIBUTE, None) is not None
+
+
 def mark_of(tensor):
     """The fresh :class:`Mark` of a tensor, or None if it has none.
 

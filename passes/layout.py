@@ -25,13 +25,25 @@ class Kind(enum.Enum):
     CONSTANT = "constant"  # the value does not change along this atom (an expanded dimension)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Atom:
-    """One factor of a dimension. `offset`: for columns, index i stands for column i + offset of the batch."""
+    """One factor of a dimension. `offset`: for columns, index i stands for column i + offset of the batch.
+
+    Atoms are equal if they are for every batch: symbolic sizes are compared as expressions, which asks (and so guards) nothing.
+    """
 
     kind: Kind
     size: Size
     offset: Size = 0
+
+    def _key(self) -> tuple:
+        return self.kind, _expr(self.size), _expr(self.offset)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Atom) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
 
     def __str__(self) -> str:
         return f"{self.kind.value}:{self.size}" + (f"+{self.offset}" if not same(self.offset, 0) else "")

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import types
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch.fx as fx
 import torch.utils._pytree as pytree
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dualkv_compile.passes.errors import CannotDeduplicate
@@ -67,34 +70,58 @@ def _(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
     return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
-def trace(gm: fx.GraphModule, fake_mode: FakeTensorMode, fake_args: Sequence[Any]) -> fx.GraphModule:
+def trace(
+    gm: fx.GraphModule, fake_mode: FakeTensorMode, fake_args: Sequence[Any], scalars: dict[str, float] | None = None
+) -> fx.GraphModule:
     """Records `gm` run on `fake_args` (fake tensors and ints, one per placeholder).
+
+    `scalars`: numbers that Dynamo passes as 0-d tensors and reads by `.item()`, by placeholder name; they become constants.
 
     The result has the same placeholders in the same order (integer ones keep their place) and the same output structure. Integer
     arguments that are not constants stay `torch.SymInt` objects inside node args: the recorded graph is to be read, not to be run.
 
     Raises CannotDeduplicate where the program holds something that cannot be recorded faithfully.
     """
-    recorder = _Recorder(fake_mode)
-    for node, value in zip(gm.graph.find_nodes(op="placeholder"), fake_args, strict=True):
-        recorder.add_placeholder(node, value)
-    tensors = [a for a in fake_args if isinstance(a, torch.Tensor)]
-
-    def run(*functional_tensors):
-        rest = iter(functional_tensors)
-        args = [next(rest) if isinstance(a, torch.Tensor) else a for a in fake_args]
-        return _Interpreter(gm, recorder).run(*args)
-
-    with fake_mode, enable_python_dispatcher(), torch.no_grad(), recorder:
-        outputs = torch.func.functionalize(run, remove="mutations")(*tensors)
+    recorder = _Recorder(fake_mode, scalars or {})
+    # gradient mode is off while recording, and functionalisation wants inputs that need none
+    run_on = [a.detach() if isinstance(a, torch.Tensor) else a for a in fake_args]
+    for node, value, detached in zip(gm.graph.find_nodes(op="placeholder"), fake_args, run_on, strict=True):
+        recorder.add_placeholder(node, value, detached)
+    with fake_mode, enable_python_dispatcher(), torch.no_grad(), recorder, warnings.catch_warnings():
+        # sizes stay symbolic integers in the recorded graph, which is read and never run
+        warnings.filterwarnings("ignore", message="Raw SymInt value")
+        outputs = _run_functionalised(gm, recorder, run_on)
     return recorder.finish(gm, outputs)
+
+
+def _run_functionalised(gm: fx.GraphModule, recorder: _Recorder, fake_args: Sequence[Any]) -> Any:
+    """Runs the graph so that the recorder sees no in-place operation, but for one copy_ into each input that the program writes to."""
+    with FunctionalTensorMode():
+        wrapped = [FunctionalTensor.to_functional(a) if isinstance(a, torch.Tensor) else a for a in fake_args]
+        outputs = _Interpreter(gm, recorder).run(*wrapped)
+    outputs = pytree.tree_map_only(FunctionalTensor, _unwrapped, outputs)
+    for before, after in zip(fake_args, wrapped, strict=True):
+        if isinstance(after, FunctionalTensor) and torch._functionalize_has_data_mutation(after.elem):
+            before.copy_(_unwrapped(after))
+    return outputs
+
+
+def _unwrapped(tensor: FunctionalTensor) -> torch.Tensor:
+    torch._sync(tensor)
+    return torch._from_functional_tensor(tensor.elem)
 
 
 class _Recorder(TorchDispatchMode):
     """Writes each ATen call on fake tensors into a graph. Tensors are kept alive, so that an id names one tensor for good."""
 
-    def __init__(self, fake_mode: FakeTensorMode):
+    # the dispatcher's place for modes that record: below functionalisation, above fake tensors
+    _mode_key = torch._C._TorchDispatchModeKey.PROXY
+
+    def __init__(self, fake_mode: FakeTensorMode, scalars: dict[str, float]):
         super().__init__()
+        # functionalisation asks the recording mode in this place which node to annotate; there is none
+        self.tracer = types.SimpleNamespace(tensor_tracker={})
+        self.scalars = scalars
         self.graph = fx.Graph()
         self.root = torch.nn.Module()
         self.fake_mode = fake_mode
@@ -103,12 +130,16 @@ class _Recorder(TorchDispatchMode):
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []
 
-    def add_placeholder(self, like: fx.Node, value: Any) -> None:
+    def __sym_dispatch__(self, func, types, args=(), kwargs=None):
+        """Arithmetic of symbolic sizes is not recorded: a size is an expression of the inputs' sizes."""
+        return func(*args, **(kwargs or {}))
+
+    def add_placeholder(self, like: fx.Node, value: Any, run_on: Any) -> None:
         node = self.graph.placeholder(like.name)
         node.meta.update({k: like.meta[k] for k in ("tensor_dict", "grapharg", "stack_trace") if k in like.meta})
         node.meta["val"] = value
         if isinstance(value, torch.Tensor):
-            self._remember(value, node)
+            self._remember(run_on, node)
 
     def _remember(self, tensor: torch.Tensor, node: fx.Node) -> None:
         self._nodes[id(tensor)] = node
@@ -168,6 +199,8 @@ class _Interpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.meta.get("stack_trace"):
             self.recorder.source = n.meta["stack_trace"]
+        if n.op == "call_method" and n.target == "item" and n.args[0].name in self.recorder.scalars:
+            return self.recorder.scalars[n.args[0].name]
         return super().run_node(n)
 
     def call_function(self, target, args, kwargs) -> Any:
