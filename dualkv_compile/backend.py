@@ -65,12 +65,12 @@ class CompiledGraph:
         self.specs = [inner.InputSpec.of(f if f is not None else e) for f, e in zip(fakes, example_inputs, strict=True)]
         # a parameter is never marked: looking at the other arguments alone keeps a call cheap
         self.candidates = [i for i, s in enumerate(self.specs) if s.shape is not None and len(s.shape) >= 2 and not s.is_parameter]
-        # Python floats that Dynamo made inputs of the graph; a variant takes their values as constants
+        # Python floats that Dynamo made inputs of the graph; what is compiled later takes their values as constants
         self.scalars = [i for i, n in enumerate(placeholders) if getattr(n.meta.get("grapharg"), "pass_arg_as_tensor", False)]
-        self.gm = fx.GraphModule(gm, _copy(gm), class_name="Captured")
+        self.gm = fx.GraphModule(gm, _copy(gm, {}), class_name="Captured")
         self.plain: Callable | None = None
         self.plain_report: Report | None = None
-        self.fallbacks: list[tuple[inner.SizeGuards, Callable]] = []
+        self.fallbacks: list[tuple[tuple[float, ...], inner.SizeGuards, Callable]] = []
         self.variants: dict[Any, list[Variant | Refusal]] = {}
         self.dense_reports: dict[Any, Report] = {}
         self.warned = False
@@ -141,15 +141,24 @@ class CompiledGraph:
 
     def _captured(self, args: Sequence[Any], into: Report) -> Any:
         """The captured graph, compiled after Dynamo's compilation is over (a marked batch came first)."""
-        for guards, compiled in self.fallbacks:
-            if guards.sizes(args) is not None:
+        scalars = self.scalars_of(args)
+        for numbers, guards, compiled in self.fallbacks:
+            if numbers == scalars and guards.sizes(args) is not None:
                 return compiled(*args)
         inputs = inner.FreshInputs(self.specs, args)
-        gm = fx.GraphModule(self.gm, _copy(self.gm), class_name="Captured")
+        gm = self.captured(scalars)
         compiled = inner.compile_graph(gm, inputs.fakes, inputs.fake_mode, self.options.inner_backend, self.options.inductor)
         into.compilations += 1
-        self.fallbacks.append((inputs.guards(), compiled))
+        self.fallbacks.append((scalars, inputs.guards(), compiled))
         return compiled(*args)
+
+    def scalars_of(self, args: Sequence[Any]) -> tuple[float, ...]:
+        return tuple(float(args[i]) for i in self.scalars)
+
+    def captured(self, scalars: tuple[float, ...]) -> fx.GraphModule:
+        """A copy of the captured graph in which the scalars are constants."""
+        numbers = {self.names[i]: number for i, number in zip(self.scalars, scalars, strict=True)}
+        return fx.GraphModule(self.gm, _copy(self.gm, numbers), class_name="Captured")
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------------
 
@@ -194,9 +203,8 @@ class Variant:
         self.compiled: Callable | None = None
         self._plan_sizes: dict[Any, Any] = {}
         self._plan, self._args = plan, args
-        self.scalars = {i: float(args[i]) for i in owner.scalars}
-        numbers = {owner.names[i]: number for i, number in self.scalars.items()}
-        recorded = trace(owner.gm, self.inputs.fake_mode, self.inputs.fakes, numbers)
+        self.scalars = owner.scalars_of(args)
+        recorded = trace(owner.captured(self.scalars), self.inputs.fake_mode, self.inputs.fakes)
         self.constants = dict(recorded.named_buffers())
         first, mark = next(iter(marks.items()))
         fake = self.inputs.fakes[first]
@@ -323,7 +331,7 @@ class Variant:
 
     def _fits(self, args: Sequence[Any], plan: Plan) -> bool:
         """Whether the graph is for this batch as far as the user's own arguments and the plan tell."""
-        if any(float(args[i]) != number for i, number in self.scalars.items()):
+        if self.owner.scalars_of(args) != self.scalars:
             return False
         before = self._sizes_before_plan(args)
         shape = tuple(f(*before) for f in self._batch_shape)
@@ -401,14 +409,18 @@ def _example(node: fx.Node) -> Any:
     return None if grapharg is None or grapharg._example is None else grapharg.example
 
 
-def _copy(gm: fx.GraphModule) -> fx.Graph:
-    """A copy of a graph that keeps source lines, and drops what Dynamo owns in placeholders' meta."""
+def _copy(gm: fx.GraphModule, numbers: dict[str, float]) -> fx.Graph:
+    """A copy of a graph that keeps source lines and drops Dynamo's own meta; `numbers`: what `.item()` of an input gives."""
     graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
+    env: dict[fx.Node, Any] = {}
     for node in gm.graph.nodes:
-        env[node] = graph.node_copy(node, env.__getitem__)
-        for name in ("grapharg", "example_value"):
-            env[node].meta.pop(name, None)
+        if node.op == "call_method" and node.target == "item" and node.args[0].name in numbers:
+            env[node] = numbers[node.args[0].name]
+            continue
+        env[node] = new = graph.create_node(
+            node.op, node.target, fx.map_arg(node.args, env.__getitem__), fx.map_arg(node.kwargs, env.__getitem__), node.name, node.type
+        )
+        new.meta = {k: v for k, v in node.meta.items() if k not in ("grapharg", "example_value")}
     return graph
 
 

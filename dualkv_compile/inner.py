@@ -1,8 +1,8 @@
 """Compiles a graph with fake tensors and a shape environment of its own, outside of Dynamo's compilation.
 
-A variant is made at the first call that needs it, when Dynamo's guards are long fixed. So it gets fresh symbols, one for each symbolic size that
-Dynamo gave the graph and one for each length of the plan, never merged because their values happen to agree; what tracing and compiling
-assume of them is read from the shape environment and checked at every later call (`SizeGuards`).
+A variant is made at the first call that needs it, when Dynamo's guards are long fixed. So it gets fresh symbols, one for each symbolic
+size that Dynamo gave the graph and one for each length of the plan, never merged because their values happen to agree; what tracing and
+compiling assume of them is read from the shape environment and checked at every later call (`SizeGuards`).
 """
 
 from __future__ import annotations

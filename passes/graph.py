@@ -88,9 +88,9 @@ class Emitter:
     def bind_sizes(self, node: fx.Node) -> None:
         """Makes the symbols among a placeholder's sizes available to `size`. An integer placeholder comes first if it has the symbol."""
         for dim, size in enumerate(node.meta["val"].shape):
-            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-                if size.node.expr not in self._symbols:
-                    self._symbols[size.node.expr] = self._in_prologue(aten.sym_size.int, (node, dim), size)
+            e = expr(size)
+            if isinstance(e, sympy.Symbol) and e not in self._symbols:
+                self._symbols[e] = self._in_prologue(aten.sym_size.int, (node, dim), size)
 
     def request(self, request: Request) -> fx.Node:
         node = self.requests.get(request)

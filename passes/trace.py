@@ -70,19 +70,15 @@ def _(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
     return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
-def trace(
-    gm: fx.GraphModule, fake_mode: FakeTensorMode, fake_args: Sequence[Any], scalars: dict[str, float] | None = None
-) -> fx.GraphModule:
+def trace(gm: fx.GraphModule, fake_mode: FakeTensorMode, fake_args: Sequence[Any]) -> fx.GraphModule:
     """Records `gm` run on `fake_args` (fake tensors and ints, one per placeholder).
-
-    `scalars`: numbers that Dynamo passes as 0-d tensors and reads by `.item()`, by placeholder name; they become constants.
 
     The result has the same placeholders in the same order (integer ones keep their place) and the same output structure. Integer
     arguments that are not constants stay `torch.SymInt` objects inside node args: the recorded graph is to be read, not to be run.
 
     Raises CannotDeduplicate where the program holds something that cannot be recorded faithfully.
     """
-    recorder = _Recorder(fake_mode, scalars or {})
+    recorder = _Recorder(fake_mode)
     # gradient mode is off while recording, and functionalisation wants inputs that need none
     run_on = [a.detach() if isinstance(a, torch.Tensor) else a for a in fake_args]
     for node, value, detached in zip(gm.graph.find_nodes(op="placeholder"), fake_args, run_on, strict=True):
@@ -117,11 +113,10 @@ class _Recorder(TorchDispatchMode):
     # the dispatcher's place for modes that record: below functionalisation, above fake tensors
     _mode_key = torch._C._TorchDispatchModeKey.PROXY
 
-    def __init__(self, fake_mode: FakeTensorMode, scalars: dict[str, float]):
+    def __init__(self, fake_mode: FakeTensorMode):
         super().__init__()
         # functionalisation asks the recording mode in this place which node to annotate; there is none
         self.tracer = types.SimpleNamespace(tensor_tracker={})
-        self.scalars = scalars
         self.graph = fx.Graph()
         self.root = torch.nn.Module()
         self.fake_mode = fake_mode
@@ -199,8 +194,6 @@ class _Interpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.meta.get("stack_trace"):
             self.recorder.source = n.meta["stack_trace"]
-        if n.op == "call_method" and n.target == "item" and n.args[0].name in self.recorder.scalars:
-            return self.recorder.scalars[n.args[0].name]
         return super().run_node(n)
 
     def call_function(self, target, args, kwargs) -> Any:

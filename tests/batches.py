@@ -60,8 +60,10 @@ def relative(a, b):
     return ((a - b).norm() / scale).item() if scale > 1e-12 else (a - b).norm().item()
 
 
-def compare(model, case, loss_of, logits_of, keys=("input_ids", "attention_mask"), options=None, reference=None, **extra):
-    """(largest difference of logits at real positions, of any parameter's gradient, the reports). `reference`: another model of the same weights."""
+def compare(
+    model, case, loss_of, logits_of, keys=("input_ids", "attention_mask"), options=None, reference=None, **extra
+):
+    """(difference of logits at real positions, largest of any parameter's gradient, reports); `reference`: another model, same weights."""
     torch._dynamo.reset()
     plain = {k: v for k, v in case["batch"].items() if k in keys}
     expected, expected_grads = gradients(reference or model, {**plain, **extra}, loss_of)
@@ -69,7 +71,9 @@ def compare(model, case, loss_of, logits_of, keys=("input_ids", "attention_mask"
     marked = mark(case, keys)
     actual, grads = gradients(model, {**marked, **extra}, loss_of, call=compiled)
     a, b = logits_of(actual), logits_of(expected)
-    real = case["batch"]["attention_mask"].bool()[:, -a.shape[1] :] if "attention_mask" in keys else torch.ones(a.shape[:2], dtype=bool)
+    real = torch.ones(a.shape[:2], dtype=torch.bool)
+    if "attention_mask" in keys:
+        real = case["batch"]["attention_mask"].bool()[:, -a.shape[1] :]
     assert grads.keys() == expected_grads.keys()
     worst = max(relative(grads[n], expected_grads[n]) for n in grads)
     packed = [r for r in dualkv_compile.reports() if r.variant != "plain"]

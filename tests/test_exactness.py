@@ -191,7 +191,8 @@ def test_matmul_rows_shrink(monkeypatch):
 
     monkeypatch.setattr(dualkv_compile.inner, "compile_graph", counted)
     with torch.no_grad():
-        torch.compile(model, backend="dualkv", options={"inner_backend": "eager"})(**mark(case, ("input_ids", "attention_mask")), use_cache=False)
+        call = torch.compile(model, backend="dualkv", options={"inner_backend": "eager"})
+        call(**mark(case, ("input_ids", "attention_mask")), use_cache=False)
     weights = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n)
     assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == 2 * packed_tokens(groups) * weights
 
