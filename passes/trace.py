@@ -115,8 +115,8 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, fake_mode: FakeTensorMode):
         super().__init__()
-        # functionalisation asks the recording mode in this place which node to annotate; there is none
-        self.tracer = types.SimpleNamespace(tensor_tracker={})
+        # functionalisation asks the mode in this place for the node of a tensor, to annotate the views that it replays
+        self.tracer = types.SimpleNamespace(tensor_tracker=_NodesByTensor(self))
         self.graph = fx.Graph()
         self.root = torch.nn.Module()
         self.fake_mode = fake_mode
@@ -140,7 +140,7 @@ class _Recorder(TorchDispatchMode):
         self._nodes[id(tensor)] = node
         self._alive.append(tensor)
 
-    def _node_of(self, tensor: torch.Tensor) -> fx.Node:
+    def node_of(self, tensor: torch.Tensor) -> fx.Node:
         node = self._nodes.get(id(tensor))
         if node is None:
             if isinstance(tensor, FakeTensor):
@@ -158,7 +158,7 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func in _METADATA_ONLY:
             return result
-        node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, self._node_of, (args, kwargs))
+        node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, self.node_of, (args, kwargs))
         node = self.graph.call_function(func, node_args, node_kwargs)
         node.meta.update(val=result, stack_trace=self.source, region=self.region)
         if isinstance(result, torch.Tensor):
@@ -178,10 +178,23 @@ class _Recorder(TorchDispatchMode):
 
     def finish(self, gm: fx.GraphModule, outputs: Any) -> fx.GraphModule:
         def name(value):
-            return self._node_of(value) if isinstance(value, torch.Tensor) else value
+            return self.node_of(value) if isinstance(value, torch.Tensor) else value
 
         self.graph.output(pytree.tree_map(name, outputs))
         return fx.GraphModule(self.root, self.graph, class_name="Recorded")
+
+
+class _NodesByTensor:
+    """The recorder's nodes as proxy tensors keep theirs: tracker[tensor].proxy.node."""
+
+    def __init__(self, recorder: _Recorder):
+        self.recorder = recorder
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def __getitem__(self, tensor: torch.Tensor) -> types.SimpleNamespace:
+        return types.SimpleNamespace(proxy=types.SimpleNamespace(node=self.recorder.node_of(tensor)))
 
 
 class _Interpreter(fx.Interpreter):
