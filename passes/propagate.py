@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dualkv_compile.passes import masks, sites
 from dualkv_compile.passes.align import align
@@ -136,11 +137,12 @@ class Propagation:
             self.emitter.region = node.meta.get("region", Region())
             self.emitter.source = node.meta.get("stack_trace")
             if node.op == "get_attr":
-                constant = self.emitter.request(Request("constant", name=node.target))
-                value = Value(node, Layout.plain(node.meta["val"].shape), dense=constant, light=True, pure=True)
-                number = getattr(self.recorded, node.target)
-                if number.numel() == 1:
-                    value.element = masks.constant_element(node, number.item())
+                dense = self.emitter.request(Request("constant", name=node.target))
+                value = Value(node, Layout.plain(node.meta["val"].shape), dense=dense, light=True, pure=True)
+                constant = getattr(self.recorded, node.target)
+                if constant.numel() == 1:
+                    with _disable_current_modes():
+                        value.element = masks.constant_element(node, constant.item())
                 self.values[node] = value
             elif node.op == "call_function":
                 self.values[node] = self.operation(node)
