@@ -26,6 +26,8 @@ def align(operands: Sequence[Value], rank: int, owned: int) -> tuple[tuple[Dim, 
             dims.append(_merge_plain([d for _, d in here]))
             continue
         lead = next((d for v, d in tokens if v is packed), None) or _furthest([d for _, d in tokens])
+        for value, dim in tokens:
+            lead = _varying(lead, dim)
         for value, dim in here:
             if over_tokens(dim):
                 unshared = _same_tokens(value, dim, lead, packed is not None, owned) or unshared
@@ -40,9 +42,9 @@ def align(operands: Sequence[Value], rank: int, owned: int) -> tuple[tuple[Dim, 
 def align_batch(a: Dim, b: Dim) -> Dim:
     """The batch dimension of a product of matrices; sizes are equal, so that a constant one can stand for any."""
     if over_tokens(a) and over_tokens(b):
-        if [(x.kind, expr(x.size), expr(x.offset)) for x in a] != [(x.kind, expr(x.size), expr(x.offset)) for x in b]:
+        if not _alike(a, b) or any(not same(x.offset, y.offset) for x, y in zip(a, b, strict=True)):
             raise Barrier("pairs different token dimensions")
-        return a
+        return _varying(a, b)
     if not over_tokens(a) and not over_tokens(b):
         return a if a and not is_constant(a) else b
     lead, other = (a, b) if over_tokens(a) else (b, a)
@@ -83,7 +85,7 @@ def _furthest(dims: list[Dim]) -> Dim:
 
 
 def _same_tokens(value: Value, dim: Dim, lead: Dim, any_packed: bool, owned: int) -> str | None:
-    if [a.kind for a in dim] != [a.kind for a in lead] or not all(same(a.size, b.size) for a, b in zip(dim, lead, strict=True)):
+    if not _alike(dim, lead):
         raise Barrier(f"aligns different token dimensions ({value.node})")
     for a, b in zip(dim, lead, strict=True):
         if a.kind is Kind.COLUMN and any_packed:
@@ -93,6 +95,22 @@ def _same_tokens(value: Value, dim: Dim, lead: Dim, any_packed: bool, owned: int
             if ahead is None or ahead > owned:
                 return f"reads a column that each row has its own value of ({value.node})"
     return None
+
+
+_VARYING = {Kind.FEATURE: Kind.FEATURE, Kind.CONSTANT: Kind.FEATURE}
+
+
+def _alike(a: Dim, b: Dim) -> bool:
+    """Whether two token dimensions index the same things; what one repeats, the other may vary over."""
+    kinds = [[_VARYING.get(x.kind, x.kind) for x in dim] for dim in (a, b)]
+    return kinds[0] == kinds[1] and all(same(x.size, y.size) for x, y in zip(a, b, strict=True))
+
+
+def _varying(a: Dim, b: Dim) -> Dim:
+    """`a`, but with the atoms of `b` where `a` only repeats."""
+    if not _alike(a, b):
+        return a
+    return tuple(y if x.kind is Kind.CONSTANT else x for x, y in zip(a, b, strict=True))
 
 
 def _difference(a: Size, b: Size) -> int | None:

@@ -296,6 +296,46 @@ def cat(op: Op) -> Result:
     return Result(layout, build, unshared)
 
 
+@rule(aten.stack.default)
+def stack(op: Op) -> Result:
+    tensors, dim = op.args[0], _dim(op, op.arg(1, 0), len(op.shape))
+    dims, unshared = op.engine.align(tensors, len(op.shape) - 1)
+    layout = Layout(dims[:dim] + Layout.plain([op.shape[dim]]).dims + dims[dim:])
+
+    def build():
+        operands = [op.operand(v, dims, op.window(), expand=True) for v in tensors]
+        return op.engine.emitter.call(aten.stack.default, operands, dim)
+
+    return Result(layout, build, unshared)
+
+
+@rule(aten.slice_scatter.default, aten.select_scatter.default)
+def scatter_part(op: Op) -> Result:
+    """A write into a part of a tensor: its own dimension may not run over tokens, all others must be those of what is written."""
+    x, part, dim = op.args[0], op.args[1], _dim(op, op.arg(2, 0))
+    _keep_tokens_apart(op, x, [dim])
+    if op.target is aten.select_scatter.default:
+        part_dims = part.layout.dims[:dim] + ((),) + part.layout.dims[dim:]
+    else:
+        _keep_tokens_apart(op, part, [dim])
+        part_dims = part.layout.dims
+    others = [dataclasses.replace(x, layout=_with_dim(x.layout, dim, ()))]
+    others.append(dataclasses.replace(part, layout=_with_dim(Layout(part_dims), dim, ())))
+    dims, unshared = op.engine.align(others, len(op.shape))
+    layout = _with_dim(Layout(dims), dim, (Atom(Kind.FEATURE, op.shape[dim]),))
+
+    def build():
+        window = op.window()
+        whole = op.operand(x, _with_dim(layout, dim, x.layout.dims[dim]).dims, window, expand=True)
+        if op.target is aten.select_scatter.default:
+            written = op.operand(part, layout.dims[:dim] + layout.dims[dim + 1 :], window, expand=True)
+        else:
+            written = op.operand(part, _with_dim(layout, dim, part.layout.dims[dim]).dims, window, expand=True)
+        return op.engine.emitter.call(op.target, whole, written, *op.args[2:], **op.kwargs)
+
+    return Result(layout, build, unshared)
+
+
 @rule(aten.constant_pad_nd.default)
 def constant_pad_nd(op: Op) -> Result:
     x, pads = op.args[0], op.args[1]
@@ -490,9 +530,11 @@ def embedding(op: Op) -> Result:
 def index(op: Op) -> Result:
     x, indices = op.args[:2]
     at = [i for i, v in enumerate(indices) if v is not None]
-    if x.is_token or len(at) != 1 or indices[at[0]].fake.dtype is torch.bool:
-        raise Barrier("looks up tokens by index" if x.is_token else "indexes by several tensors")
+    if len(at) != 1 or indices[at[0]].fake.dtype is torch.bool:
+        raise Barrier("indexes by several tensors or by a Boolean one")
     chosen = indices[at[0]]
+    if x.is_token and (chosen.is_token or over_tokens(x.layout.dims[at[0]])):
+        raise Barrier("looks up tokens by index")
     layout = Layout(x.layout.dims[: at[0]] + chosen.layout.dims + x.layout.dims[at[0] + 1 :])
     return Result(layout)
 

@@ -13,6 +13,7 @@ through whatever views, casts and order of these steps the program uses. A score
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from typing import Any
 
@@ -52,6 +53,8 @@ class Score:
     softcap: float = 0.0
     capping: bool = False  # tanh seen, its factor not yet
     masks: tuple[Mask, ...] = ()
+    sinks: Value | None = None  # one more score per head, which attends to nothing; the keys are then one more
+    is_top: bool = False  # the largest score of each query, to be subtracted from the scores
     is_probability: bool = False
 
 
@@ -98,6 +101,14 @@ def through_scores(engine, op) -> Any:
         return dataclasses.replace(op.args[0], node=op.node)
     if target is aten._softmax.default:
         return softmax(op)
+    if target is aten.cat.default:
+        return with_sinks(op)
+    if target in (aten.max.dim, aten.amax.default):
+        return top_score(op)
+    if target is aten.sub.Tensor:
+        return subtract_top(op)
+    if target is aten.slice.Tensor:
+        return without_sinks(op)
     if target is aten.bmm.default and op.args[0].score is not None and op.args[1].score is None:
         return weighted_values(engine, op)
     if target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar):
@@ -151,9 +162,62 @@ def softmax(op) -> Value:
     score = op.args[0]
     dim = op.args[1] % len(score.layout.dims)
     kinds = [a.kind for a in score.layout.dims[dim]]
-    if kinds != [Kind.KEY] or score.score.is_probability or score.score.capping:
+    if kinds != [Kind.KEY] or score.score.is_probability or score.score.capping or score.score.is_top:
         raise Barrier("normalises attention scores over something else than the keys")
     return Value(op.node, score.layout, score=dataclasses.replace(score.score, is_probability=True))
+
+
+def with_sinks(op) -> Value:
+    """cat([scores, sinks.expand(B, heads, S, 1)], -1)"""
+    tensors, value = op.args[0], op.args[0][0]
+    rank = len(value.layout.dims)
+    if len(tensors) != 2 or not _is_score(value) or _is_score(tensors[1]) or op.arg(1, 0) % rank != rank - 1:
+        raise Barrier("concatenates attention scores")
+    score, sinks = value.score, tensors[1]
+    *batch, query, key = value.layout.dims
+    heads = [a for dim in batch for a in dim if a.kind is not Kind.ROW]
+    own = [a for dim in sinks.layout.dims for a in dim if a.kind is not Kind.CONSTANT]
+    if score.is_probability or score.is_top or score.sinks is not None or len(own) != 1 or len(heads) != 1:
+        raise Barrier("concatenates attention scores with something else than one number per head")
+    per_head = [i for i, dim in enumerate(sinks.layout.dims) if any(a is own[0] for a in dim)] == [
+        i for i, dim in enumerate(value.layout.dims) if any(a is heads[0] for a in dim)
+    ]
+    if sinks.is_token or not per_head or sinks.layout.dims[-1] or not same(own[0].size, heads[0].size):
+        raise Barrier("concatenates attention scores with something else than one number per head")
+    layout = Layout((*batch, query, (Atom(Kind.KEY, op.shape[-1], key[0].offset),)))
+    return Value(op.node, layout, score=dataclasses.replace(score, sinks=sinks))
+
+
+def top_score(op) -> Any:
+    value, dims = op.args[0], op.args[1]
+    dim = dims[0] if isinstance(dims, (list, tuple)) else dims
+    last = len(value.layout.dims) - 1
+    if not op.arg(2, False) or dim % (last + 1) != last or value.score.is_probability or value.score.is_top:
+        raise Barrier("reduces attention scores")
+    top = Value(op.node, value.layout, score=dataclasses.replace(value.score, is_top=True))
+    top.layout = Layout((*value.layout.dims[:-1], ()))
+    return [top, None] if op.target is aten.max.dim else top
+
+
+def subtract_top(op) -> Value:
+    """softmax does not change when each query's scores are shifted by one number."""
+    value, top = op.args[:2]
+    if not (_is_score(value) and _is_score(top) and top.score.is_top and dataclasses.replace(top.score, is_top=False) == value.score):
+        raise Barrier("subtracts something else than their maximum from attention scores")
+    return dataclasses.replace(value, node=op.node)
+
+
+def without_sinks(op) -> Value:
+    """probabilities[..., :-1] where the sinks were the last key"""
+    value = op.args[0]
+    last = len(value.layout.dims) - 1
+    start, step = op.arg(2), op.arg(4, 1)
+    key = value.layout.dims[-1]
+    dropped = op.arg(1, 0) % (last + 1) == last and start in (None, 0) and step == 1 and key and same(op.shape[-1] + 1, key[0].size)
+    if not (value.score.is_probability and value.score.sinks is not None and dropped):
+        raise Barrier("takes a part of the attention scores")
+    layout = Layout((*value.layout.dims[:-1], (Atom(Kind.KEY, op.shape[-1], key[0].offset),)))
+    return Value(op.node, layout, score=value.score)
 
 
 def scale_scores(op) -> Value:
@@ -163,7 +227,7 @@ def scale_scores(op) -> Value:
     if number is None or number == 0 or (divides and not _is_score(op.args[0])):
         raise Barrier("scales attention scores by something that is not a known number")
     score: Score = value.score
-    if score.is_probability or score.masks:
+    if score.is_probability or score.masks or score.sinks is not None or score.is_top:
         raise Barrier("scales attention scores after they were masked or normalised")
     factor = 1.0 / number if divides else number
     if score.capping:
@@ -178,7 +242,7 @@ def scale_scores(op) -> Value:
 
 def cap_scores(op) -> Value:
     score: Score = op.args[0].score
-    if score.is_probability or score.masks or score.softcap or score.capping:
+    if score.is_probability or score.masks or score.softcap or score.capping or score.sinks is not None or score.is_top:
         raise Barrier("caps attention scores after they were masked or normalised")
     return Value(op.node, op.args[0].layout, score=dataclasses.replace(score, capping=True))
 
@@ -204,7 +268,7 @@ def add_to_scores(op, added: Any, value: Value) -> Value:
 
 def with_mask(op, value: Value, mask: Value, kind: str, fill: float | None) -> Value:
     score: Score = value.score
-    if score.is_probability or score.capping:
+    if score.is_probability or score.capping or score.sinks is not None or score.is_top:
         raise Barrier("masks attention after it was normalised")
     if mask.is_packed or mask.score is not None:
         raise Barrier("masks attention by values that the model computes")
@@ -241,6 +305,8 @@ def weighted_values(engine, op) -> Value:
     if not score.is_probability:
         raise Barrier("multiplies attention scores that were not normalised with values")
     batch, query, key = probability.layout.dims
+    if score.sinks is not None and same(key[0].size, score.query.layout.column.size + 1):
+        raise Barrier("multiplies attention probabilities, the sinks' among them, with values")
     if not value.is_token or [a.kind for a in query] != [Kind.COLUMN] or [a.kind for a in key] != [Kind.KEY]:
         raise Barrier("multiplies attention probabilities with something else than values")
     layout = Layout((batch, query, value.layout.dims[2]))
@@ -248,7 +314,7 @@ def weighted_values(engine, op) -> Value:
     k = _heads(score.key, 2, 1)
     v = _heads(value, 1, 2)
     causal = masks.conjunction(list(score.masks))
-    return rewrite(engine, op, q, k, v, causal, score.scale, score.softcap, layout)
+    return rewrite(engine, op, q, k, v, causal, score.scale, score.softcap, layout, score.sinks)
 
 
 def attention_call(engine, op) -> Value:
@@ -333,7 +399,7 @@ def _four_dims(engine, operand: Heads, window: Window) -> fx.Node:
         return e.reshape(x, [1, product(a.size for a in operand.heads), tokens, product(a.size for a in operand.features)])
 
 
-def rewrite(engine, op, q: Heads, k: Heads, v: Heads, mask: masks.Verdict, scale, softcap, layout: Layout) -> Value:
+def rewrite(engine, op, q: Heads, k: Heads, v: Heads, mask: masks.Verdict, scale, softcap, layout: Layout, sinks=None) -> Value:
     """The shared-prompt op in place of a site, if its mask is causal and every operand is a whole batch of tokens."""
     choice = engine.choice
     whole = Window.of(0, choice.num_columns)
@@ -350,6 +416,9 @@ def rewrite(engine, op, q: Heads, k: Heads, v: Heads, mask: masks.Verdict, scale
         raise Barrier("the numbers of query, key and value heads do not divide")
     e = engine.emitter
     nodes = [_four_dims(engine, x, whole) for x in (q, k, v)]
+    # hand-written attention may compute its scores in a wider type than its values
+    widest = functools.reduce(torch.promote_types, [n.meta["val"].dtype for n in nodes])
+    nodes = [n if n.meta["val"].dtype is widest else e.call(aten._to_copy.default, n, dtype=widest) for n in nodes]
     tables = [e.request(Request("table", index=i, hidden=hidden)) for i in range(choice.num_tables)]
     both = e.call(
         torch.ops.dualkv.shared_prompt_attention.default,
@@ -358,12 +427,26 @@ def rewrite(engine, op, q: Heads, k: Heads, v: Heads, mask: masks.Verdict, scale
         scale,
         window=mask.window,
         softcap=softcap,
+        sinks=None if sinks is None else _one_per_head(engine, sinks),
         impl=choice.attention_impl,
     )
     out = e.call(operator.getitem, both, 0)
+    if widest is not op.node.meta["val"].dtype:
+        out = e.call(aten._to_copy.default, out, dtype=op.node.meta["val"].dtype)
     engine.sites_rewritten += 1
     engine.count_attention(q.num_heads, product(a.size for a in q.features), product(a.size for a in v.features))
     return Value(op.node, layout, packed=_from_four_dims(engine, out, layout, whole))
+
+
+def _one_per_head(engine, sinks: Value) -> fx.Node:
+    """[H] of what is expanded to one number for every row, head and query."""
+    e = engine.emitter
+    with e.after(sinks.dense):
+        x = sinks.dense
+        for d, dim in enumerate(sinks.layout.dims):
+            if dim and all(a.kind is Kind.CONSTANT for a in dim):
+                x = e.call(aten.slice.Tensor, x, d, 0, 1)
+        return e.reshape(x, [product(x.meta["val"].shape)])
 
 
 def _from_four_dims(engine, out: fx.Node, layout: Layout, window: Window) -> fx.Node:

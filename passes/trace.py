@@ -155,6 +155,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is aten.copy.default:
+            return self._copied(*args[:2])
         result = func(*args, **kwargs)
         if func in _METADATA_ONLY:
             return result
@@ -170,6 +172,13 @@ class _Recorder(TorchDispatchMode):
                     get.meta.update(val=item, stack_trace=self.source, region=self.region)
                     self._remember(item, get)
         return result
+
+    def _copied(self, into: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """What functionalisation makes of a write; autograd has no formula for it, but for what it does."""
+        if source.dtype != into.dtype:
+            source = self.__torch_dispatch__(aten._to_copy.default, (), (source,), {"dtype": into.dtype})
+        source = self.__torch_dispatch__(aten.expand.default, (), (source, list(into.shape)))
+        return self.__torch_dispatch__(aten.clone.default, (), (source,))
 
     def _remember_result(self, func, args, result: torch.Tensor, node: fx.Node) -> None:
         # copy_ into an input returns that very input; later readers of the input were recorded before it (functionalisation puts
