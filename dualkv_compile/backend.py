@@ -24,7 +24,7 @@ import dualkv_compile.unpack  # noqa: F401  registers dualkv::unpack
 from dualkv_compile import dump, inner, report
 from dualkv_compile.errors import InvalidMark, NotRewritten
 from dualkv_compile.kernels.tables import FACTS, NUM_TABLES, table_specs
-from dualkv_compile.marks import Mark, is_marked, mark_of
+from dualkv_compile.marks import BLANK_OUTPUT, Mark, is_marked, mark_of, mark_output
 from dualkv_compile.options import Options, parse
 from dualkv_compile.passes.errors import CannotDeduplicate
 from dualkv_compile.passes.graph import Request, Window
@@ -90,7 +90,7 @@ class CompiledGraph:
         plan = self._common_plan(marks, args)
         if plan.num_rows == 1 or plan.num_columns == 1:
             return self._plain(args)
-        key = (tuple((i, m.role, m.shared, m.row_dim) for i, m in marks.items()), plan.padding)
+        key = (tuple((i, m.role, _token_input(m, args[i])) for i, m in marks.items()), plan.padding)
         known = self.variants.setdefault(key, [])
         refused = {v.keep for v in known if isinstance(v, Refusal)}
         for keep in (False, True) if plan.padding != "none" else (False,):
@@ -209,7 +209,7 @@ class Variant:
         first, mark = next(iter(marks.items()))
         fake = self.inputs.fakes[first]
         self._rows, self._columns = fake.shape[mark.row_dim], fake.shape[mark.row_dim + 1]
-        tokens = {owner.names[i]: TokenInput(m.row_dim, m.shared, m.role == "attention_mask") for i, m in marks.items()}
+        tokens = {owner.names[i]: _token_input(m, args[i]) for i, m in marks.items()}
         choice = PackingChoice(
             num_rows=self._rows,
             num_columns=self._columns,
@@ -378,8 +378,12 @@ class Variant:
         device = args[self.owner.candidates[0]].device.type
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):  # its casts are in the graph
-                return self.compiled(*args, *extra)
-        return self.compiled(*args, *extra)
+                outputs = self.compiled(*args, *extra)
+        else:
+            outputs = self.compiled(*args, *extra)
+        for token in self.rewrite.token_outputs:
+            mark_output(outputs[token.index], plan, token.row_dim, token.blank)
+        return outputs
 
 
 def explain(model: Callable, options: dict | None = None) -> Callable[..., Report]:
@@ -402,6 +406,12 @@ def explain(model: Callable, options: dict | None = None) -> Callable[..., Repor
 def _is_unpadded(plan: Plan, offset: int, size: int) -> bool:
     """Whether columns [offset, offset + size) hold no padding in any row; known on the host."""
     return bool((plan.starts <= offset).all() and (plan.stops >= offset + size).all())
+
+
+def _token_input(mark: Mark, tensor: torch.Tensor) -> TokenInput:
+    # each row's own gradient of a leaf would be seen, and packed, one row would get all of the shared prompt's
+    own_gradient = tensor.requires_grad and (tensor.is_leaf or tensor.retains_grad)
+    return TokenInput(mark.row_dim, mark.shared and not own_gradient, mark.role == "attention_mask", mark.role == BLANK_OUTPUT)
 
 
 def _example(node: fx.Node) -> Any:

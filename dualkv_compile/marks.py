@@ -170,6 +170,15 @@ def unmark(batch):
     return batch
 
 
+#: Roles of tensors that a compiled piece returned: marks travel on to the next piece. A blank one has zeros at padding positions.
+OUTPUT, BLANK_OUTPUT = "output of a compiled piece", "output of a compiled piece, padding blank"
+
+
+def mark_output(tensor, plan, row_dim, blank):
+    """Marks a tensor that a rewritten graph returned: by construction equal in all rows of a group."""
+    setattr(tensor, _ATTRIBUTE, Mark(plan, BLANK_OUTPUT if blank else OUTPUT, None, row_dim, False, tensor))
+
+
 def is_marked(tensor):
     """Whether a tensor carries a mark, fresh or not."""
     return getattr(tensor, _ATTRIBUTE, None) is not None

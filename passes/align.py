@@ -26,7 +26,7 @@ def align(operands: Sequence[Value], rank: int, owned: int) -> tuple[tuple[Dim, 
             dims.append(_merge_plain([d for _, d in here]))
             continue
         lead = next((d for v, d in tokens if v is packed), None) or _furthest([d for _, d in tokens])
-        for value, dim in tokens:
+        for _, dim in tokens:
             lead = _varying(lead, dim)
         for value, dim in here:
             if over_tokens(dim):

@@ -119,7 +119,12 @@ def is_arange(element: Element, dim: int) -> Any:
 
 def is_masking(number: float, dtype: torch.dtype) -> bool:
     """Whether attention scores of this dtype have probability zero once this number is added, or put in their place."""
-    return number <= max(torch.finfo(dtype).min / 2, _least_masking(dtype))
+    return number <= least_masking(dtype)
+
+
+def least_masking(dtype: torch.dtype) -> float:
+    """The largest number that, added to a score, masks it."""
+    return max(torch.finfo(dtype).min / 2, _least_masking(dtype))
 
 
 def _least_masking(dtype: torch.dtype) -> float:
@@ -197,7 +202,7 @@ def _allowed(mask: Applied, sizes: Sequence[Any]) -> tuple[Boolean, list[Boolean
         elif isinstance(value, Data):
             value = value.xreplace(shift)
             allowed.append(sympy.And(condition, Equals(value, 0)))
-            least = sympy.sympify(max(torch.finfo(mask.dtype).min / 2, _least_masking(mask.dtype)))
+            least = sympy.sympify(least_masking(mask.dtype))
             facts.append(sympy.Or(sympy.Not(condition), Equals(value, 0), AtLeast(least, value)))
         elif not (is_number(value) and is_masking(value, mask.dtype)) and _can_hold(condition, sizes):
             what = "is neither 0 nor a masking constant" if is_number(value) else "depends on positions"
@@ -248,6 +253,7 @@ __all__ = [
     "input_element",
     "is_arange",
     "is_masking",
+    "least_masking",
     "negate",
     "padding_source",
     "verdict_data_atoms",

@@ -45,6 +45,16 @@ class TokenInput:
     row_dim: int = 0
     shared: bool = True
     is_padding_mask: bool = False
+    blank: bool = False  # its padding positions hold zeros, not what the unmarked batch has there
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenOutput:
+    """An output that is equal in all copies of a token, `[…, B, S, …]`."""
+
+    index: int
+    row_dim: int
+    blank: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +104,7 @@ class Rewrite:
     sites_found: int
     sites_rewritten: int
     flops: Flops
+    token_outputs: list[TokenOutput]
 
 
 def propagate(
@@ -124,6 +135,7 @@ class Propagation:
         self.sites_found = 0
         self.sites_rewritten = 0
         self.flops = Flops()
+        self.token_outputs: list[TokenOutput] = []
 
     # -- the walk ----------------------------------------------------------------------------------------------------------
 
@@ -159,6 +171,7 @@ class Propagation:
             sites_found=self.sites_found,
             sites_rewritten=self.sites_rewritten,
             flops=self.flops,
+            token_outputs=self.token_outputs,
         )
 
     def placeholder(self, node: fx.Node) -> Any:
@@ -175,7 +188,9 @@ class Propagation:
             dims[mark.row_dim + 1] = (Atom(Kind.COLUMN, self.choice.num_columns),)
             layout = Layout(tuple(dims))
             light = light or len(dims) == 2
-        value = Value(node, layout, dense=new, light=light, pure=True, shared=mark is None or mark.shared)
+        value = Value(node, layout, dense=new, light=light, pure=True)
+        if mark is not None:
+            value.shared, value.tainted = mark.shared, mark.blank
         value.element = masks.input_element(node, "padding_mask" if mark is not None and mark.is_padding_mask else "data")
         return value
 
@@ -288,9 +303,7 @@ class Propagation:
         return False
 
     def is_tainted(self, op: Op) -> bool:
-        return any(v.tainted or (v.is_packed and self.loses_padding(v)) or v.score is not None for v in op.values) and (
-            self.choice.drops_padding
-        )
+        return any(v.tainted or self.loses_padding(v) for v in op.values)
 
     def excuse_padding(self, value: Value, op: Op, reason: str) -> None:
         if value.zero_at_padding is None:
@@ -388,20 +401,24 @@ class Propagation:
     # -- the end -----------------------------------------------------------------------------------------------------------
 
     def output(self, node: fx.Node) -> None:
-        def result(n: fx.Node):
-            value = self.values[n]
-            if not isinstance(value, Value):
-                return value
-            if value.score is not None:
-                op = Op(self, n)
-                self.note_barrier(op, "attention scores leave the graph")
-                if self.choice.drops_padding:
-                    raise self.reads_padding(op, "leaves the graph")
-            if value.tainted and value.is_token:
-                return self.convert.zero_padding(value)
-            return self.dense(value)
+        results, structure = pytree.tree_flatten(node.args[0])
+        self.emitter.graph.output(pytree.tree_unflatten([self.result(i, n) for i, n in enumerate(results)], structure))
 
-        self.emitter.graph.output(pytree.tree_map_only(fx.Node, result, node.args[0]))
+    def result(self, index: int, node: Any) -> Any:
+        value = self.values[node] if isinstance(node, fx.Node) else node
+        if not isinstance(value, Value):
+            return value
+        if value.score is not None:
+            op = Op(self, node)
+            self.note_barrier(op, "attention scores leave the graph")
+            if self.choice.drops_padding:
+                raise self.reads_padding(op, "leaves the graph")
+        if value.is_token and value.shared:
+            row_dim, column_dim = value.layout.dim_of(Kind.ROW), value.layout.dim_of(Kind.COLUMN)
+            apart = len(value.layout.dims[row_dim]) == len(value.layout.dims[column_dim]) == 1
+            if apart and column_dim == row_dim + 1 and row_dim < 2 and value.window == Window.of(0, self.choice.num_columns):
+                self.token_outputs.append(TokenOutput(index, row_dim, value.tainted or self.loses_padding(value)))
+        return self.convert.zero_padding(value) if value.tainted and value.is_token else self.dense(value)
 
     def facts_module(self) -> fx.GraphModule | None:
         """The facts as a graph of their own: run at a call, before the variant is chosen, once per batch."""

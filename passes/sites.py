@@ -37,6 +37,7 @@ class Mask:
     kind: str
     dtype: torch.dtype
     fill: float | None = None
+    rank: int = 4  # of the scores that it broadcasts against: 4, or 3 where there is no dimension of heads
 
     @property
     def element(self):
@@ -276,7 +277,7 @@ def with_mask(op, value: Value, mask: Value, kind: str, fill: float | None) -> V
     if element is None:
         raise Barrier("masks attention by something that is not a known expression")
     mask = dataclasses.replace(mask, element=masks.align_to_scores(element, len(mask.layout.dims), _score_axes(value.layout)))
-    added = Mask(mask, kind, op.node.meta["val"].dtype, fill)
+    added = Mask(mask, kind, op.node.meta["val"].dtype, fill, len(value.layout.dims))
     return Value(op.node, value.layout, score=dataclasses.replace(score, masks=score.masks + (added,)))
 
 
@@ -314,6 +315,8 @@ def weighted_values(engine, op) -> Value:
     k = _heads(score.key, 2, 1)
     v = _heads(value, 1, 2)
     causal = masks.conjunction(list(score.masks))
+    if causal.kind == "causal_if":
+        causal = _asked_of_the_data(engine, op, score.masks)
     return rewrite(engine, op, q, k, v, causal, score.scale, score.softcap, layout, score.sinks)
 
 
@@ -330,13 +333,15 @@ def attention_call(engine, op) -> Value:
         kind = "bool" if mask.fake.dtype is torch.bool else "additive"
         axes = ["b", "h", "q", "kv"] if len(query.layout.dims) == 4 else ["b", "q", "kv"]
         mask = dataclasses.replace(mask, element=masks.align_to_scores(mask.element, len(mask.layout.dims), axes))
-        applied.append(Mask(mask, kind, mask.fake.dtype))
+        applied.append(Mask(mask, kind, mask.fake.dtype, rank=len(axes)))
     if is_causal and not same(query.fake.shape[-2], key.fake.shape[-2]):
         raise Barrier("is causal over queries and keys of different length")
     rank = len(query.layout.dims)
     layout = Layout(query.layout.dims[:-1] + value.layout.dims[-1:])
     q, k, v = (_heads(x, rank - 2, rank - 1) for x in (query, key, value))
     causal = masks.conjunction(applied, is_causal=is_causal)
+    if causal.kind == "causal_if" and not is_causal:
+        causal = _asked_of_the_data(engine, op, applied)
     if scale is None:
         scale = float(query.fake.shape[-1]) ** -0.5
     return rewrite(engine, op, q, k, v, causal, scale, 0.0, layout)
@@ -408,7 +413,7 @@ def rewrite(engine, op, q: Heads, k: Heads, v: Heads, mask: masks.Verdict, scale
             raise Barrier("attends within a part of the columns")
         if not operand.value.shared:
             raise Barrier("attends to or from values that differ from row to row")
-    if mask.kind not in ("causal", "causal_if"):
+    if mask.kind not in ("causal", "asked"):
         raise Barrier(f"its mask is not causal: {mask.reason}")
     hidden = _padding_hidden(engine, op, mask)
     k, v = _without_repeats(engine, k), _without_repeats(engine, v)
@@ -457,9 +462,8 @@ def _from_four_dims(engine, out: fx.Node, layout: Layout, window: Window) -> fx.
 def _padding_hidden(engine, op, mask: masks.Verdict) -> bool:
     """Decides whether padding keys are hidden in the packed attention, and registers what must be true of the data for that."""
     choice = engine.choice
-    for fact in mask.facts:
-        sizes = (choice.num_rows, 1, choice.num_columns, choice.num_columns)
-        engine.facts[masks.emit_fact(engine.emitter.call, fact, sizes, engine.dense_argument)] = None
+    if mask.kind == "asked":
+        return False
     if mask.key_data is None:
         if choice.drops_padding and choice.padding == "left":
             raise engine.reads_padding(op, "attends to left padding")
@@ -474,6 +478,46 @@ def _padding_hidden(engine, op, mask: masks.Verdict) -> bool:
             raise engine.reads_padding(op, "masks padding queries")
         _require_padding(engine, mask.query_data, "q")
     return hides
+
+
+def _asked_of_the_data(engine, op, applied) -> masks.Verdict:
+    """A mask that is data (a buffer, or an argument made outside of the graph): the fact that it is causal and hides exactly the padding,
+    for every real query, is registered; it is asked of the actual tensors at the call."""
+    choice, e = engine.choice, engine.emitter
+    if choice.keep_padding:
+        raise engine.reads_padding(op, "has a mask made outside of the graph")
+    if not all(m.value.pure and m.value.dense is not None for m in applied):
+        raise Barrier("its mask is computed by the model")
+    device = op.node.meta["val"].device
+    at = e.call(aten.arange.default, choice.num_columns, device=device)
+    allowed, rank = None, applied[0].rank
+    for mask in applied:
+        if mask.rank != rank:
+            raise Barrier("masks attention scores of different rank")
+        shape = mask.value.dense.meta["val"].shape
+        x = e.reshape(mask.value.dense, [1] * (rank - len(shape)) + list(shape))
+        if mask.kind == "additive":
+            seen, hidden = e.call(aten.eq.Scalar, x, 0), e.call(aten.le.Scalar, x, masks.least_masking(mask.dtype))
+            known = e.call(aten.logical_or.default, seen, hidden)
+            engine.facts[e.call(aten.all.default, known)] = None
+        elif mask.kind == "fill":
+            if not masks.is_masking(mask.fill, mask.dtype):
+                raise Barrier("fills attention scores with a number that does not mask")
+            seen = e.call(aten.logical_not.default, x)
+        else:
+            seen = x
+        allowed = seen if allowed is None else e.call(aten.logical_and.default, allowed, seen)
+    expected = e.call(aten.ge.Tensor, e.call(aten.unsqueeze.default, at, 1), e.call(aten.unsqueeze.default, at, 0))
+    agrees = e.call(aten.eq.Tensor, allowed, expected)
+    if choice.drops_padding:
+        valid = e.request(Request("valid", Window.of(0, choice.num_columns)))
+        b, s = choice.num_rows, choice.num_columns
+        keys = e.reshape(valid, [b] + [1] * (rank - 2) + [s])
+        padding_query = e.call(aten.logical_not.default, e.reshape(valid, [b] + [1] * (rank - 3) + [s, 1]))
+        expected = e.call(aten.logical_and.default, expected, keys)
+        agrees = e.call(aten.logical_or.default, e.call(aten.eq.Tensor, allowed, expected), padding_query)
+    engine.facts[e.call(aten.all.default, agrees)] = None
+    return masks.Verdict("asked")
 
 
 def _require_padding(engine, condition, axis: str) -> None:

@@ -276,3 +276,77 @@ def test_autocast():
         actual = compiled(model)(**mark(case, KEYS))
     assert actual.dtype == expected.dtype == torch.bfloat16 and latest().attention_rewritten == 1
     assert relative(actual[real].float(), expected[real].float()) < 2e-2
+
+
+class Broken(Padded):
+    """A graph break in the middle: what the first piece returns, and the mask, are arguments of the second."""
+
+    def forward(self, input_ids, attention_mask):
+        b, s = input_ids.shape
+        x = self.embed(input_ids)
+        at = torch.arange(s)
+        keep = (at[None, :] <= at[:, None]) & attention_mask[:, None, None, :].bool()
+        torch._dynamo.graph_break()
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+        return self.head(x + y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("left_pads", [None, [3, 0]])
+def test_graph_break(left_pads):
+    torch.manual_seed(0)
+    model = Broken().double()
+    agree(model, compiled(model), batch_of([(5, [4, 2]), (8, [3, 3])], left_pads=left_pads))
+    assert [(r.attention_rewritten, r.attention_sites) for r in dualkv_compile.reports()] == [(0, 0), (1, 1)]
+
+
+def test_mask_argument_that_is_not_causal():
+    class Argument(Padded):
+        def forward(self, input_ids, keep):
+            x = self.embed(input_ids)
+            q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+            return self.head(x + y.transpose(1, 2).flatten(2))
+
+    torch.manual_seed(0)
+    model = Argument().double()
+    call = compiled(model)
+    ids = batch_of([(6, [5, 5])])["batch"]["input_ids"]
+    causal = torch.ones(11, 11, dtype=torch.bool).tril()
+    prefix = causal.clone()
+    prefix[:4, :4] = True
+    for keep in (causal[None, None], causal.expand(2, 1, 11, 11).clone(), prefix[None, None], causal[None, None]):
+        marked = dualkv_compile.mark_shared_prompt(ids.clone(), 6, group_size=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert relative(call(marked, keep), model(ids, keep)) < 1e-10
+    assert any(r.attention_rewritten and r.calls >= 2 for r in dualkv_compile.reports())
+
+
+def test_leaf_embeddings_get_their_own_gradients():
+    class Embedded(Padded):
+        def forward(self, inputs_embeds, attention_mask):
+            q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(inputs_embeds).chunk(3, -1))
+            at = torch.arange(q.shape[2])
+            keep = (at[None, :] <= at[:, None]) & attention_mask[:, None, None, :].bool()
+            y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+            return self.head(inputs_embeds + y.transpose(1, 2).flatten(2))
+
+    torch.manual_seed(0)
+    model = Embedded().double()
+    case = batch_of([(6, [4, 4])])
+    ids, mask = case["batch"]["input_ids"], case["batch"]["attention_mask"]
+    weights = torch.randn(*ids.shape, 64, dtype=torch.float64)
+    found = []
+    for run, leaf in ((model, True), (compiled(model), True), (compiled(model), False)):
+        embeds = model.embed(ids).detach().requires_grad_() if leaf else model.embed(ids)
+        model.zero_grad()
+        batch = {"inputs_embeds": embeds, "attention_mask": mask.clone()}
+        if run is not model:
+            batch = dualkv_compile.mark_shared_prompt(batch, 6, group_size=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (run(**batch) * weights).sum().backward()
+        found.append(embeds.grad if leaf else model.qkv.weight.grad.clone())
+    assert relative(found[1], found[0]) < 1e-10
+    assert latest().attention_rewritten == 1 or dualkv_compile.reports()[-1].attention_rewritten == 1
