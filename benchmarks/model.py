@@ -96,7 +96,11 @@ def ways(rows, prompt, response, layers):
         flat = torch.cat([shared.view(-1), own.view(-1)])[None].cuda()
         positions = torch.cat([torch.arange(prompt), torch.arange(prompt, prompt + response).repeat(rows)])[None].cuda()
         ends = torch.cat([torch.full((prompt,), packed), prompt + (torch.arange(rows * response) // response + 1) * response]).cuda()
-        block_mask = create_block_mask(lambda b, h, q, k: (k <= q) & (q < ends[k]), None, None, packed, packed, device="cuda", _compile=True)
+
+        def seen(b, h, q, k):
+            return (k <= q) & (q < ends[k])
+
+        block_mask = create_block_mask(seen, None, None, packed, packed, device="cuda", _compile=True)
 
         def forward():
             out = call(input_ids=flat, attention_mask=block_mask, position_ids=positions, use_cache=False)
@@ -130,7 +134,8 @@ def main():
                     milliseconds, memory, first = timed(make(), arguments.iterations)
                 except torch.OutOfMemoryError:
                     milliseconds = memory = first = float("nan")
-                print(f"{layers} layers {layout:13} {name:32} {milliseconds:9.1f} ms {memory:7.1f} GiB {tokens:8,} tokens, first call {first:5.1f} s", flush=True)
+                what = f"{layers} layers {layout:13} {name:32}"
+                print(f"{what} {milliseconds:9.1f} ms {memory:7.1f} GiB {tokens:8,} tokens, first call {first:5.1f} s", flush=True)
                 results.append(dict(layers=layers, layout=layout, name=name, ms=milliseconds, gib=memory, tokens=tokens, first_s=first))
                 torch._dynamo.reset()
                 torch.cuda.empty_cache()

@@ -29,6 +29,7 @@ from dualkv_compile.options import Options, parse
 from dualkv_compile.passes.errors import CannotDeduplicate
 from dualkv_compile.passes.graph import Request, Window
 from dualkv_compile.passes.propagate import PackingChoice, Rewrite, TokenInput, propagate
+from dualkv_compile.passes.simplify import simplify
 from dualkv_compile.passes.trace import trace
 from dualkv_compile.plan import Plan
 from dualkv_compile.report import Report
@@ -204,7 +205,7 @@ class Variant:
         self._plan_sizes: dict[Any, Any] = {}
         self._plan, self._args = plan, args
         self.scalars = owner.scalars_of(args)
-        recorded = trace(owner.captured(self.scalars), self.inputs.fake_mode, self.inputs.fakes)
+        recorded = simplify(trace(owner.captured(self.scalars), self.inputs.fake_mode, self.inputs.fakes))
         self.constants = dict(recorded.named_buffers())
         first, mark = next(iter(marks.items()))
         fake = self.inputs.fakes[first]

@@ -32,6 +32,7 @@ from dualkv_compile.passes.graph import Emitter, Request, Window
 from dualkv_compile.passes.layout import Atom, Kind, Layout, Size, product
 from dualkv_compile.passes.regions import outline
 from dualkv_compile.passes.rules import RULES, Op, Result
+from dualkv_compile.passes.simplify import writes
 from dualkv_compile.passes.trace import Region
 from dualkv_compile.passes.values import Barrier, Value
 
@@ -219,7 +220,7 @@ class Propagation:
     def by_rule(self, op: Op) -> Any:
         rule = RULES.get(op.target)
         random = torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
-        if rule is None and torch.Tag.pointwise in getattr(op.target, "tags", ()) and not random and not _writes(op.node):
+        if rule is None and torch.Tag.pointwise in getattr(op.target, "tags", ()) and not random and not writes(op.node):
             rule = RULES["pointwise"]
         is_token = any(v.is_token for v in op.values)
         if rule is None:
@@ -312,8 +313,8 @@ class Propagation:
 
     @staticmethod
     def reads_padding(op: Op, reason: str) -> ReadsPadding:
-        trace = op.node.meta.get("stack_trace") or ""
-        line = trace.strip().splitlines()[-1].strip() if trace.strip() else ""
+        lines = [text.strip() for text in (op.node.meta.get("stack_trace") or "").splitlines()]
+        line = next((text for text in reversed(lines) if text.strip("^~ ")), "")
         return ReadsPadding(f"{op.target} {reason}, which reads padding positions" + (f": {line}" if line else ""))
 
     def still_zero(self, op: Op) -> fx.Node | None:
@@ -473,12 +474,5 @@ def _ancestors(nodes) -> set[fx.Node]:
 def eliminate_dead_code(graph: fx.Graph) -> None:
     """Removes what nothing reads, except placeholders, writes into inputs and assertions."""
     for node in reversed(graph.nodes):
-        if node.op == "call_function" and not node.users and not _writes(node):
+        if node.op == "call_function" and not node.users and not writes(node):
             graph.erase_node(node)
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and (schema.is_mutable or schema.name.startswith("aten::_assert"))
-
-

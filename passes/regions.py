@@ -34,6 +34,7 @@ def outline(gm: fx.GraphModule) -> fx.GraphModule:
         results = [n for n in nodes if any(u not in inside for u in n.users)]
         name = f"checkpointed_{len(bodies)}"
         body = bodies[name] = _body(nodes, operands, results)
+        body.meta.update(checkpoint.meta)
         setattr(root, name, body)
         call = graph.call_function(
             torch.ops.higher_order.tag_activation_checkpoint,

@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
 
-from dualkv_compile.passes import sites
+from dualkv_compile.passes import masks, sites
 from dualkv_compile.passes.align import align_batch
 from dualkv_compile.passes.graph import Request, Window
 from dualkv_compile.passes.layout import Atom, Dim, Kind, Layout, Size, is_constant, over_tokens, regroup, same
@@ -279,7 +279,12 @@ def split(op: Op) -> Result:
 
 @rule(aten.cat.default)
 def cat(op: Op) -> Result:
-    tensors, dim = op.args[0], _dim(op, op.arg(1, 0), len(op.shape))
+    # torch.cat passes over tensors of shape [0], whatever the rank of the others (an empty cache)
+    tensors = [v for v in op.args[0] if len(v.layout.dims) != 1 or not same(v.fake.shape[0], 0)]
+    dim = _dim(op, op.arg(1, 0), len(op.shape))
+    if len(tensors) == 1:
+        (x,) = tensors
+        return Result(x.layout, lambda: op.operand(x, x.layout.dims, op.window()))
     if any(len(v.layout.dims) != len(op.shape) for v in tensors):
         raise Barrier("concatenates tensors of different rank")
     for v in tensors:
@@ -530,6 +535,8 @@ def embedding(op: Op) -> Result:
 def index(op: Op) -> Result:
     x, indices = op.args[:2]
     at = [i for i, v in enumerate(indices) if v is not None]
+    if x.is_packed and at == [0, 1]:
+        return one_token_per_row(op, x, *indices[:2])
     if len(at) != 1 or indices[at[0]].fake.dtype is torch.bool:
         raise Barrier("indexes by several tensors or by a Boolean one")
     chosen = indices[at[0]]
@@ -537,6 +544,25 @@ def index(op: Op) -> Result:
         raise Barrier("looks up tokens by index")
     layout = Layout(x.layout.dims[: at[0]] + chosen.layout.dims + x.layout.dims[at[0] + 1 :])
     return Result(layout)
+
+
+def one_token_per_row(op: Op, x: Value, rows: Value, columns: Value) -> Value:
+    """x[arange(B), columns]: the last real token of each row, say. That it is a real one is asked of the data."""
+    e, engine = op.engine.emitter, op.engine
+    batch, position = x.layout.dims[:2]
+    numbers = all(not v.is_token and v.pure and len(v.layout.dims) == 1 for v in (rows, columns))
+    every_row = numbers and rows.element is not None and masks.is_arange(rows.element, 0) == 0
+    all_rows = every_row and same(rows.fake.shape[0], engine.choice.num_rows)
+    if not all_rows or [a.kind for a in batch] != [Kind.ROW] or [a.kind for a in position] != [Kind.COLUMN]:
+        raise Barrier("looks up tokens by index")
+    window, shape = x.window, [engine.choice.num_rows, position[0].size]
+    chosen = [rows.dense, columns.dense]
+    if engine.choice.drops_padding:
+        real = e.call(aten.index.Tensor, e.request(Request("valid", window)), chosen)
+        engine.facts[e.call(aten.all.default, real)] = None
+    token = e.call(aten.index.Tensor, e.reshape(e.request(Request("unpack_index", window)), shape), chosen)
+    tokens = e.call(aten.select.int, x.packed, 0, 0)
+    return Value(op.node, Layout.plain(op.shape), dense=e.call(aten.index_select.default, tokens, 0, token))
 
 
 @rule(aten.index_select.default)

@@ -45,9 +45,11 @@ class Region:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """One activation-checkpoint call of the user's program; `kwargs` are those of the higher-order operator."""
+    """One activation-checkpoint call of the user's program: the operator's keyword arguments, and the body's meta, where Dynamo keeps a
+    selective policy."""
 
     kwargs: dict[str, Any]
+    meta: dict[str, Any]
 
 
 @torch.library.custom_op("dualkv::attention_site", mutates_args=())
@@ -235,7 +237,7 @@ class _Interpreter(fx.Interpreter):
         outside = self.recorder.region
         if outside.checkpoint is not None:
             raise CannotDeduplicate("activation-checkpoint regions are nested")
-        self.recorder.region = dataclasses.replace(outside, checkpoint=Checkpoint(dict(kwargs)))
+        self.recorder.region = dataclasses.replace(outside, checkpoint=Checkpoint(dict(kwargs), dict(body.meta)))
         try:
             return _Interpreter(body, self.recorder).run(*operands)
         finally:
