@@ -120,7 +120,9 @@ class Emitter:
         value = target(*self._values(args), **self._values(kwargs))
         args, kwargs = pytree.tree_map_only(torch.SymInt, self.size, (args, kwargs))
         node = self.graph.call_function(target, args, kwargs)
-        node.meta.update(val=value, region=self.region, stack_trace=self.source)
+        node.meta.update(val=value, region=self.region)
+        if self.source is not None:  # a None would be taken for a text where backward operations inherit it
+            node.meta["stack_trace"] = self.source
         return node
 
     def after(self, node: fx.Node):

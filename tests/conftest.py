@@ -1,6 +1,5 @@
 """Settings of all tests."""
 
-import logging
 import os
 
 import torch
@@ -16,6 +15,3 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers share the cores
 
-
-# under pytest's handlers torch logs every gradient of a backward, and fails to where one is None
-logging.getLogger("torch.autograd.graph").setLevel(logging.WARNING)
