@@ -2,7 +2,7 @@
 
     unmarked               -> "plain": the graph as Dynamo captured it, through the inner backend
     marked                 -> "packed": rewritten; padding, if any, left out
-    … padding is read      -> "packed, padding kept": every column is a token
+    … padding is read, by the graph or by code that may follow it   -> "packed, padding kept": every column is a token
     … cannot be proved     -> "dense": the plain graph, with the reason in the report
 
 Dynamo does not know of marks, so it cannot choose between these; nothing here is ever reused for a batch that it was not made for.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,17 +23,19 @@ import torch.fx as fx
 import dualkv_compile.kernels  # noqa: F401  registers dualkv::shared_prompt_attention
 import dualkv_compile.unpack  # noqa: F401  registers dualkv::unpack
 from dualkv_compile import dump, inner, report
-from dualkv_compile.errors import InvalidMark, NotRewritten
+from dualkv_compile.errors import InternalErrorWarning, InvalidMark, NotRewritten
+from dualkv_compile.gradients import rows_share_gradient
 from dualkv_compile.kernels.tables import FACTS, NUM_TABLES, table_specs
 from dualkv_compile.marks import BLANK_OUTPUT, Mark, is_marked, mark_of, mark_output
 from dualkv_compile.options import Options, parse
-from dualkv_compile.passes.errors import CannotDeduplicate
+from dualkv_compile.passes.errors import Barrier, CannotDeduplicate
 from dualkv_compile.passes.graph import Request, Window
 from dualkv_compile.passes.propagate import PackingChoice, Rewrite, TokenInput, propagate
 from dualkv_compile.passes.simplify import simplify
 from dualkv_compile.passes.trace import trace
 from dualkv_compile.plan import Plan
 from dualkv_compile.report import Report
+from dualkv_compile.surroundings import After, what_follows
 
 log = logging.getLogger(__name__)
 _graph_ids = itertools.count()
@@ -68,7 +71,8 @@ class CompiledGraph:
         self.candidates = [i for i, s in enumerate(self.specs) if s.shape is not None and len(s.shape) >= 2 and not s.is_parameter]
         # Python floats that Dynamo made inputs of the graph; what is compiled later takes their values as constants
         self.scalars = [i for i, n in enumerate(placeholders) if getattr(n.meta.get("grapharg"), "pass_arg_as_tensor", False)]
-        self.gm = fx.GraphModule(gm, _copy(gm, {}), class_name="Captured")
+        self.after = what_follows(gm)
+        self.gm = _copy(gm, {})
         self.plain: Callable | None = None
         self.plain_report: Report | None = None
         self.fallbacks: list[tuple[tuple[float, ...], inner.SizeGuards, Callable]] = []
@@ -92,33 +96,71 @@ class CompiledGraph:
         if plan.num_rows == 1 or plan.num_columns == 1:
             return self._plain(args)
         key = (tuple((i, m.role, _token_input(m, args[i])) for i, m in marks.items()), plan.padding)
+        ways = (False,) if plan.padding == "none" else (True,) if self.after is After.CONTINUED else (False, True)
         known = self.variants.setdefault(key, [])
         refused = {v.keep for v in known if isinstance(v, Refusal)}
-        for keep in (False, True) if plan.padding != "none" else (False,):
+        for keep in ways:
             if keep in refused:
                 continue
-            for variant in known:
-                if isinstance(variant, Variant) and variant.keep == keep:
-                    ready = variant.prepare(args, plan)
-                    if ready is not None:
-                        return variant.run(args, *ready)
+            for variant in [v for v in known if isinstance(v, Variant) and v.keep == keep]:
+                ready = variant.prepare(args, plan)
+                if ready is not None and self._compiled(variant, known):
+                    return variant.run(args, *ready)
             if any(isinstance(v, Variant) and v.keep == keep and v.fits_but_for_data(args, plan) for v in known):
                 continue  # its facts are false for this batch: another packing may do, compiling it again will not
-            try:
-                variant = Variant(self, args, marks, plan, keep)
-            except CannotDeduplicate as reason:
-                known.append(Refusal(keep, str(reason)))
-                log.info("%s: not packed (%s)", self.name, reason)
-                continue
-            known.append(variant)
-            reasons = [f"{b.op}: {b.reason}" for b in variant.report.barriers]
-            self._complain(variant.rewrite.sites_found, variant.rewrite.sites_rewritten, reasons)
-            ready = variant.prepare(args, plan)
-            if ready is not None:
-                variant.compile()
-                return variant.run(args, *ready)
+            variant = self._attempt(keep, known, lambda keep=keep: self._make(args, marks, plan, keep))
+            if variant is not None:
+                known.append(variant)
+                ready = variant.prepare(args, plan)
+                if ready is not None and self._compiled(variant, known):
+                    return variant.run(args, *ready)
         reasons = [v.reason for v in known if isinstance(v, Refusal)] or ["what it needs of the data does not hold in this batch"]
+        blank = [self.names[i] for i, m in marks.items() if m.role == BLANK_OUTPUT]
+        if blank:
+            raise NotRewritten(
+                f"expected operations that provably ignore padding, as an earlier compiled piece left it out of {', '.join(blank)} "
+                f"(zeros stand there); got: {'; '.join(reasons)}. Compile both pieces as one, mask the padding, or, where zeros at "
+                "padding positions are right for what follows, pass dualkv_compile.unmark(tensor)"
+            )
         return self._dense(key, args, plan, reasons)
+
+    def _make(self, args: Sequence[Any], marks: dict[int, Mark], plan: Plan, keep: bool) -> Variant:
+        variant = Variant(self, args, marks, plan, keep)
+        reasons = [f"{b.op}: {b.reason}" for b in variant.report.barriers]
+        self._complain(variant.rewrite.sites_found, variant.rewrite.sites_rewritten, reasons)
+        return variant
+
+    def _compiled(self, variant: Variant, known: list[Variant | Refusal]) -> bool:
+        if variant.compiled is None:
+            self._attempt(variant.keep, known, variant.compile)
+            if variant.compiled is None:
+                known.remove(variant)
+                return False
+        return True
+
+    def _attempt(self, keep: bool, known: list[Variant | Refusal], step: Callable[[], Any]) -> Any:
+        """A step of making a variant. Where it fails, this way of packing is refused for good, for the reason that it gives."""
+        try:
+            return step()
+        except CannotDeduplicate as reason:
+            log.info("%s: not packed (%s)", self.name, reason)
+            known.append(Refusal(keep, str(reason)))
+            return None
+        except (NotRewritten, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if self.options.strict:
+                raise
+            log.warning("%s: an internal error; the batch runs as if it were unmarked", self.name, exc_info=True)
+            where = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+            warnings.warn(
+                f"dualkv: internal error while rewriting or compiling {self.name} ({where}). The batch runs as if it were unmarked: right, "
+                "but slow. Please report it; strict=True raises it",
+                InternalErrorWarning,
+                stacklevel=2,
+            )
+            known.append(Refusal(keep, f"internal error: {where}"))
+            return None
 
     # -- without rewriting -------------------------------------------------------------------------------------------------
 
@@ -159,7 +201,7 @@ class CompiledGraph:
     def captured(self, scalars: tuple[float, ...]) -> fx.GraphModule:
         """A copy of the captured graph in which the scalars are constants."""
         numbers = {self.names[i]: number for i, number in zip(self.scalars, scalars, strict=True)}
-        return fx.GraphModule(self.gm, _copy(self.gm, numbers), class_name="Captured")
+        return _copy(self.gm, numbers)
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------------
 
@@ -209,7 +251,7 @@ class Variant:
         self.constants = dict(recorded.named_buffers())
         first, mark = next(iter(marks.items()))
         fake = self.inputs.fakes[first]
-        self._rows, self._columns = fake.shape[mark.row_dim], fake.shape[mark.row_dim + 1]
+        self._rows, self._columns = fake.shape[mark.row_dim], fake.shape[mark.column_dim]
         tokens = {owner.names[i]: _token_input(m, args[i]) for i, m in marks.items()}
         choice = PackingChoice(
             num_rows=self._rows,
@@ -220,7 +262,10 @@ class Variant:
             window_has_padding=lambda w: not _is_unpadded(plan, *self._now(w)),
             num_tables=NUM_TABLES,
             attention_impl=owner.options.attention,
+            feeds_pieces=owner.after is After.SPLIT,
         )
+        if keep and any(t.blank for t in tokens.values()):
+            raise CannotDeduplicate("padding cannot be kept: an earlier compiled piece left it out of an input")
         with self.inputs.fake_mode:
             self.rewrite: Rewrite = propagate(recorded, tokens, choice, self._fake_request)
         self.request_nodes = [n for n in self.rewrite.gm.graph.find_nodes(op="placeholder") if "request" in n.meta]
@@ -261,6 +306,8 @@ class Variant:
         return tuple(int(e.xreplace(values)) if hasattr(e, "xreplace") else int(e) for e in (window.offset, window.size))
 
     def _fake_request(self, request: Request) -> torch.Tensor:
+        if not all(_is_inside(self._plan, *self._now(w)) for w in request.windows):
+            raise Barrier("reads columns before or after the batch's")
         real = self._lookup(request, self._plan, self._now)
         position = len(self._plan_sizes.setdefault("order", []))
         self._plan_sizes["order"].append(request)
@@ -307,8 +354,7 @@ class Variant:
         return getattr(packing, request.kind)
 
     def _resolver(self, request: Request) -> Callable[[Plan, list[int]], torch.Tensor]:
-        windows = [w for w in (request.window, request.base) if w is not None]
-        functions = {w: (self.guards.function(w.offset), self.guards.function(w.size)) for w in windows}
+        functions = {w: (self.guards.function(w.offset), self.guards.function(w.size)) for w in request.windows}
 
         def resolve(plan: Plan, sizes: list[int]) -> torch.Tensor:
             return self._lookup(request, plan, lambda w: tuple(f(*sizes) for f in functions[w]))
@@ -338,8 +384,12 @@ class Variant:
         shape = tuple(f(*before) for f in self._batch_shape)
         if shape != (plan.num_rows, plan.num_columns):
             return False
-        windows = ((self.guards.function(w.offset)(*before), self.guards.function(w.size)(*before)) for w in self.rewrite.unpadded_windows)
-        return all(_is_unpadded(plan, *w) for w in windows)
+
+        def numbers(w: Window) -> tuple[int, int]:
+            return self.guards.function(w.offset)(*before), self.guards.function(w.size)(*before)
+
+        inside = all(_is_inside(plan, *numbers(w)) for w in {w for r in self.requests for w in r.windows})
+        return inside and all(_is_unpadded(plan, *numbers(w)) for w in self.rewrite.unpadded_windows)
 
     def fits_but_for_data(self, args: Sequence[Any], plan: Plan) -> bool:
         if not self._fits(args, plan):
@@ -353,6 +403,8 @@ class Variant:
         if facts is None:
             return True
         read = [a for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i in self._fact_inputs()]
+        if any(a.is_inference() for a in read):  # nothing tells whether they were written to since
+            return bool(facts(*args, *extra))
         key = (id(self), tuple((id(a), a._version) for a in read))
         if key not in plan.cache:
             with torch.no_grad():
@@ -367,8 +419,6 @@ class Variant:
         return self._reads
 
     def run(self, args: Sequence[Any], extra: list[torch.Tensor], sizes: list[int], plan: Plan) -> Any:
-        if self.compiled is None:
-            self.compile()
         done, flops = self.report, self.rewrite.flops
         done.calls += 1
         done.dense_tokens = plan.num_dense_tokens
@@ -383,7 +433,7 @@ class Variant:
         else:
             outputs = self.compiled(*args, *extra)
         for token in self.rewrite.token_outputs:
-            mark_output(outputs[token.index], plan, token.row_dim, token.blank)
+            mark_output(outputs[token.index], plan, token.row_dim, token.column_dim, token.blank)
         return outputs
 
 
@@ -409,10 +459,18 @@ def _is_unpadded(plan: Plan, offset: int, size: int) -> bool:
     return bool((plan.starts <= offset).all() and (plan.stops >= offset + size).all())
 
 
+def _is_inside(plan: Plan, offset: int, size: int) -> bool:
+    return offset >= 0 and size >= 0 and offset + size <= plan.num_columns
+
+
 def _token_input(mark: Mark, tensor: torch.Tensor) -> TokenInput:
-    # each row's own gradient of a leaf would be seen, and packed, one row would get all of the shared prompt's
-    own_gradient = tensor.requires_grad and (tensor.is_leaf or tensor.retains_grad)
-    return TokenInput(mark.row_dim, mark.shared and not own_gradient, mark.role == "attention_mask", mark.role == BLANK_OUTPUT)
+    return TokenInput(
+        mark.row_dim,
+        mark.column_dim,
+        mark.shared and rows_share_gradient(tensor, mark),
+        mark.role == "attention_mask",
+        mark.role == BLANK_OUTPUT,
+    )
 
 
 def _example(node: fx.Node) -> Any:
@@ -420,9 +478,11 @@ def _example(node: fx.Node) -> Any:
     return None if grapharg is None or grapharg._example is None else grapharg.example
 
 
-def _copy(gm: fx.GraphModule, numbers: dict[str, float]) -> fx.Graph:
-    """A copy of a graph that keeps source lines and drops Dynamo's own meta; `numbers`: what `.item()` of an input gives."""
+def _copy(gm: fx.GraphModule, numbers: dict[str, float]) -> fx.GraphModule:
+    """A copy that keeps source lines and drops Dynamo's own meta; `numbers`: what `.item()` of an input gives, here and in the bodies of
+    activation checkpoints."""
     graph = fx.Graph()
+    bodies: dict[str, fx.GraphModule] = {}
     env: dict[fx.Node, Any] = {}
     for node in gm.graph.nodes:
         if node.op == "call_method" and node.target == "item" and node.args[0].name in numbers:
@@ -432,7 +492,17 @@ def _copy(gm: fx.GraphModule, numbers: dict[str, float]) -> fx.Graph:
             node.op, node.target, fx.map_arg(node.args, env.__getitem__), fx.map_arg(node.kwargs, env.__getitem__), node.name, node.type
         )
         new.meta = {k: v for k, v in node.meta.items() if k not in ("grapharg", "example_value")}
-    return graph
+        if numbers and node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            body, *operands = node.args
+            inner_module = getattr(gm, body.target)
+            inside = zip(inner_module.graph.find_nodes(op="placeholder"), operands, strict=True)
+            inner_numbers = {p.name: numbers[o.name] for p, o in inside if isinstance(o, fx.Node) and o.name in numbers}
+            bodies[body.target] = _copy(inner_module, inner_numbers)
+            bodies[body.target].meta.update(inner_module.meta)
+    copied = fx.GraphModule(gm, graph, class_name="Captured")
+    for name, body in bodies.items():
+        setattr(copied, name, body)
+    return copied
 
 
 def _count_attention(gm: fx.GraphModule) -> int:

@@ -18,3 +18,7 @@ class PromptMismatch(InvalidMark):
 
 class NotRewritten(DualKVError):
     """A marked batch met an attention site that could not be rewritten, under ``strict=True``."""
+
+
+class InternalErrorWarning(RuntimeWarning):
+    """A fault of this package while it rewrote or compiled a graph; the batch ran as if it were unmarked."""

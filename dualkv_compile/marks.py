@@ -49,14 +49,17 @@ class Mark:
         role: the tensor's key in the batch ("input_ids", "attention_mask", …); None for a batch that is one tensor.
         shared: whether its values are equal, over the columns that the plan shares, in all rows of each group.
         reason: where they first differ, if they do; else None.
-        row_dim: the dimension that indexes rows, the next one being columns: 0, or 1 for ``[3, B, S]`` position ids.
+        row_dim, column_dim: the dimensions that index rows and columns: 0 and 1, or 1 and 2 for ``[3, B, S]`` position ids;
+            outputs of compiled pieces may have others between them (``[B, heads, S, D]``).
         defining: whether this tensor is what the prompts are: never row-owned, a difference is an error.
     """
 
-    __slots__ = ("_identity", "_tensor", "defining", "plan", "reason", "role", "row_dim", "shared")
+    __slots__ = ("_identity", "_tensor", "column_dim", "defining", "gradient", "plan", "reason", "role", "row_dim", "shared")
 
-    def __init__(self, plan, role, reason, row_dim, defining, tensor):
+    def __init__(self, plan, role, reason, row_dim, defining, tensor, column_dim=None):
         self.plan, self.role, self.reason, self.row_dim = plan, role, reason, row_dim
+        self.column_dim = row_dim + 1 if column_dim is None else column_dim
+        self.gradient = None
         self.shared = reason is None
         self.defining = defining
         self._tensor, self._identity = weakref.ref(tensor), _identity(tensor)
@@ -68,7 +71,8 @@ class Mark:
     def renewed(self, tensor):
         """A fresh mark for ``tensor``, a copy of the marked one or written to since; raises where it no longer fits."""
         plan, name = self.plan, name_of(self.role)
-        if tensor.ndim < self.row_dim + 2 or _row_shape(tensor, self.row_dim) != (plan.num_rows, plan.num_columns):
+        whole = self.column_dim == self.row_dim + 1 and tensor.ndim > self.column_dim
+        if not whole or _row_shape(tensor, self.row_dim) != (plan.num_rows, plan.num_columns):
             raise InvalidMark(
                 f"expected {name} of {plan.num_rows} rows x {plan.num_columns} columns, as it was marked, got shape "
                 f"{list(tensor.shape)}. Call mark_shared_prompt on the new batch, or unmark it."
@@ -83,11 +87,12 @@ class Mark:
 
     # A copy starts without an identity: it is validated when it is first looked at.
     def __getstate__(self):
-        return self.plan, self.role, self.reason, self.row_dim, self.defining
+        return self.plan, self.role, self.reason, self.row_dim, self.defining, self.column_dim
 
     def __setstate__(self, state):
-        self.plan, self.role, self.reason, self.row_dim, self.defining = state
+        self.plan, self.role, self.reason, self.row_dim, self.defining, self.column_dim = state
         self.shared = self.reason is None
+        self.gradient = None
         self._tensor, self._identity = _no_tensor, None
 
     def __deepcopy__(self, memo):
@@ -174,9 +179,9 @@ def unmark(batch):
 OUTPUT, BLANK_OUTPUT = "output of a compiled piece", "output of a compiled piece, padding blank"
 
 
-def mark_output(tensor, plan, row_dim, blank):
+def mark_output(tensor, plan, row_dim, column_dim, blank):
     """Marks a tensor that a rewritten graph returned: by construction equal in all rows of a group."""
-    setattr(tensor, _ATTRIBUTE, Mark(plan, BLANK_OUTPUT if blank else OUTPUT, None, row_dim, False, tensor))
+    setattr(tensor, _ATTRIBUTE, Mark(plan, BLANK_OUTPUT if blank else OUTPUT, None, row_dim, False, tensor, column_dim))
 
 
 def is_marked(tensor):

@@ -5,9 +5,12 @@ rows are keys and each step takes ``BM`` queries; lse and delta are staged in sh
 need a mask (the diagonal, and the last of the group) are peeled out of the main loop: both keep it free of spills.
 """
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -17,6 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dualkv_compile.kernels.hopper_forward import HALF, barriers, first_key, query_tile, visible
 
 # ------------------------------------------------------------------------------------------------------ dK and dV
+
+
+@builtin
+def async_reduce_add(desc, coord, src, _semantic=None):
+    """TMA's ``global += shared``, which Gluon has no call for, as ``tma.async_copy_shared_to_global`` is written."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
 @gluon.jit
@@ -42,22 +52,22 @@ def _load_query_block(d_q, d_do, p_lse2, p_delta, s_q, s_do, s_lse, s_delta, q_f
 
 
 @gluon.jit
-def _edge_query(e, k0, blocks, BM: gl.constexpr):
-    """First query of the e-th masked block: those on the diagonal, then the last."""
-    return k0 + gl.where(e < 2 * HALF // BM, e, blocks - 1) * BM
+def _edge_query(e, k0, blocks, edges, BM: gl.constexpr):
+    """First query of the e-th masked block: all of them, or those on the diagonal, then the last."""
+    return k0 + gl.where((edges == blocks) | (e < 2 * HALF // BM), e, blocks - 1) * BM
 
 
 @gluon.jit
 def _load_queries(d_q, d_k, d_v, d_do, p_lse2, p_delta, s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_free,
                   do_full, do_free, k0, end, kv_head, blocks, edges, T4, GROUP: gl.constexpr, STAGES: gl.constexpr,
                   BM: gl.constexpr, D: gl.constexpr):  # fmt: skip
+    mbarrier.expect(kv_full.index(0), 2 * (d_k.block_type.nbytes + d_v.block_type.nbytes))
     for j in gl.static_range(2):
-        mbarrier.expect(kv_full.index(j), d_k.block_type.nbytes + d_v.block_type.nbytes)
-        tma.async_copy_global_to_shared(d_k, [k0 + j * HALF, kv_head * D], kv_full.index(j), s_k.index(j))
-        tma.async_copy_global_to_shared(d_v, [k0 + j * HALF, kv_head * D], kv_full.index(j), s_v.index(j))
+        tma.async_copy_global_to_shared(d_k, [k0 + j * HALF, kv_head * D], kv_full.index(0), s_k.index(j))
+        tma.async_copy_global_to_shared(d_v, [k0 + j * HALF, kv_head * D], kv_full.index(0), s_v.index(j))
     i = 0
     for e in range(GROUP * edges):
-        m = _edge_query(e % edges, k0, blocks, BM)
+        m = _edge_query(e % edges, k0, blocks, edges, BM)
         _load_query_block(d_q, d_do, p_lse2, p_delta, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i, m,
                           end, kv_head * GROUP + e // edges, T4, STAGES, BM, D)  # fmt: skip
         i += 1
@@ -70,67 +80,123 @@ def _load_queries(d_q, d_k, d_v, d_do, p_lse2, p_delta, s_k, s_v, s_q, s_do, s_l
 
 
 @gluon.jit
-def _query_step(b_k, b_v, b_dk, b_dv, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i, m, i_key, end,
-                scale2, MASK: gl.constexpr, STAGES: gl.constexpr, BM: gl.constexpr, D: gl.constexpr):  # fmt: skip
+def _unhoisted(x):
+    """``x``, opaque to LLVM: it would hoist the descriptors that derive from it, and the loop would spill."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _query_step(b_dk, b_dv, d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, q_full, q_free, do_full, do_free,
+                ds_full, i, m, head, i_key, end, scale2, MASK: gl.constexpr, J: gl.constexpr, STAGES: gl.constexpr,
+                BM: gl.constexpr, D: gl.constexpr, ACCUMULATE: gl.constexpr, VAR: gl.constexpr):  # fmt: skip
     dtype: gl.constexpr = s_q.dtype
     l_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     l_o: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     l_p: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=l_o, k_width=2)
+    first = _unhoisted(0) if ACCUMULATE else 0
     stage = i % STAGES
     phase = (i // STAGES) & 1
     zero = gl.zeros((HALF, BM), gl.float32, l_s)
     mbarrier.wait(q_full.index(stage), phase)
-    b_s = warpgroup_mma(b_k, s_q.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)  # [HALF, BM]
+    b_s = warpgroup_mma(s_k.index(first + J), s_q.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(do_full.index(stage), phase)
-    b_dp = warpgroup_mma(b_v, s_do.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)  # [HALF, BM]
+    if VAR & 4:
+        b_delta = s_delta.index(stage).load(gl.SliceLayout(0, l_s))
+        b_dp = gl.zeros((HALF, BM), gl.float32, l_s) - b_delta[None, :]
+        b_dp = warpgroup_mma(s_v.index(first + J), s_do.index(stage).permute((1, 0)), b_dp, is_async=True)
+    else:
+        b_dp = warpgroup_mma(s_v.index(first + J), s_do.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     b_lse = s_lse.index(stage).load(gl.SliceLayout(0, l_s))
-    b_s = warpgroup_mma_wait(num_outstanding=1, deps=(b_s,))
+    b_s = warpgroup_mma_wait(num_outstanding=1, deps=(b_s,))  # [HALF, BM]
     b_p = gl.exp2(b_s * scale2 - b_lse[None, :])
     if MASK:
         i_query = m + gl.arange(0, BM, layout=gl.SliceLayout(0, l_s))
         b_p = gl.where((i_query < end)[None, :] & (i_key[:, None] <= i_query[None, :]), b_p, 0.0)
     b_weights = gl.convert_layout(b_p.to(dtype), l_p)
-    b_dp = warpgroup_mma_wait(num_outstanding=0, deps=(b_dp,))
+    b_dp = warpgroup_mma_wait(num_outstanding=0, deps=(b_dp,))  # [HALF, BM]
     b_dv = warpgroup_mma(b_weights, s_do.index(stage), b_dv, is_async=True)
-    b_delta = s_delta.index(stage).load(gl.SliceLayout(0, l_s))
-    b_ds = gl.convert_layout((b_p * (b_dp - b_delta[None, :])).to(dtype), l_p)
-    b_dk = warpgroup_mma(b_ds, s_q.index(stage), b_dk, is_async=True)
-    b_dv = warpgroup_mma_wait(num_outstanding=1, deps=(b_dv,))
-    mbarrier.arrive(do_free.index(stage), count=1)
+    if VAR & 4:
+        b_ds = (b_p * b_dp).to(dtype)
+    else:
+        b_delta = s_delta.index(stage).load(gl.SliceLayout(0, l_s))
+        b_ds = (b_p * (b_dp - b_delta[None, :])).to(dtype)
+    if ACCUMULATE:
+        # Both consumers' dS makes dQ, of which each takes half the columns. Two buffers: whoever is past the wait for
+        # the next dS knows that the other has finished with this one.
+        buffer = i & 1
+        s_ds.index(2 * buffer + J).store(b_ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(buffer), count=1)
+        mbarrier.wait(ds_full.index(buffer), (i // 2) & 1)
+        b_dq = gl.zeros((BM, D // 2), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 16]))
+        for j in gl.static_range(2):
+            b_dq = warpgroup_mma(s_ds.index(2 * buffer + j).permute((1, 0)),
+                                 s_k.index(first + j).slice(J * (D // 2), D // 2, dim=1), b_dq, use_acc=j > 0,
+                                 is_async=True)  # fmt: skip
+        if VAR & 2:
+            b_dk = warpgroup_mma(gl.convert_layout(b_ds, l_p), s_q.index(stage), b_dk, is_async=True)
+        else:
+            b_dk = warpgroup_mma(s_ds.index(2 * buffer + J), s_q.index(stage), b_dk, is_async=True)
+        b_dv, b_dq = warpgroup_mma_wait(num_outstanding=1, deps=(b_dv, b_dq))
+        if VAR & 8:
+            pass
+        else:
+            mbarrier.arrive(do_free.index(stage), count=1)
+        tma.store_wait(0)
+        s_dq.index(J).store(b_dq)
+        fence_async_shared()
+        async_reduce_add(d_dq, [m, head * D + J * (D // 2)], s_dq.index(J))
+    else:
+        b_dk = warpgroup_mma(gl.convert_layout(b_ds, l_p), s_q.index(stage), b_dk, is_async=True)
+        b_dv = warpgroup_mma_wait(num_outstanding=1, deps=(b_dv,))
+        mbarrier.arrive(do_free.index(stage), count=1)
     b_dk = warpgroup_mma_wait(num_outstanding=0, deps=(b_dk,))
+    if VAR & 8:
+        mbarrier.arrive(do_free.index(stage), count=1)
     mbarrier.arrive(q_free.index(stage), count=1)
     return b_dk, b_dv
 
 
 @gluon.jit
-def _consume_queries(s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_free, do_full, do_free, p_dk, p_dv, scale2,
-                     scale, k0, k1, end, kv_head, blocks, edges, J: gl.constexpr, HK: gl.constexpr,
-                     GROUP: gl.constexpr, STAGES: gl.constexpr, BM: gl.constexpr, D: gl.constexpr):  # fmt: skip
+def _consume_queries(d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, kv_full, q_full, q_free, do_full, do_free,
+                     ds_full, p_dk, p_dv, scale2, scale, k0, k1, end, kv_head, blocks, edges, J: gl.constexpr,
+                     HK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, BM: gl.constexpr, D: gl.constexpr,
+                     ACCUMULATE: gl.constexpr, VAR: gl.constexpr):  # fmt: skip
     l_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     l_o: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     i_key = k0 + J * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, l_s))
+    i_key = gl.where(i_key < k1, i_key, 2147483647)  # another segment's keys: seen by no query
     b_dk = gl.zeros((HALF, D), gl.float32, l_o)
     b_dv = gl.zeros((HALF, D), gl.float32, l_o)
-    mbarrier.wait(kv_full.index(J), 0)
-    b_k = s_k.index(J)
-    b_v = s_v.index(J)
+    mbarrier.wait(kv_full.index(0), 0)
     for e in range(GROUP * edges):
-        m = _edge_query(e % edges, k0, blocks, BM)
-        b_dk, b_dv = _query_step(b_k, b_v, b_dk, b_dv, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, e,
-                                 m, i_key, end, scale2, True, STAGES, BM, D)  # fmt: skip
-    for i in range(GROUP * edges, GROUP * blocks):
-        b_dk, b_dv = _query_step(b_k, b_v, b_dk, b_dv, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i,
-                                 0, i_key, end, scale2, False, STAGES, BM, D)  # fmt: skip
+        m = _edge_query(e % edges, k0, blocks, edges, BM)
+        b_dk, b_dv = _query_step(b_dk, b_dv, d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, q_full, q_free,
+                                 do_full, do_free, ds_full, e, m, kv_head * GROUP + e // edges, i_key, end, scale2,
+                                 True, J, STAGES, BM, D, ACCUMULATE, VAR)  # fmt: skip
+    i = GROUP * edges
+    for member in range(GROUP):
+        m = k0 + 2 * HALF
+        for _ in range(blocks - edges):
+            b_dk, b_dv = _query_step(b_dk, b_dv, d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, q_full, q_free,
+                                     do_full, do_free, ds_full, i, m, kv_head * GROUP + member, i_key, end, scale2,
+                                     False, J, STAGES, BM, D, ACCUMULATE, VAR)  # fmt: skip
+            i += 1
+            m += BM
     i_out = k0 + J * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, l_o))
     i_dim = gl.arange(0, D, layout=gl.SliceLayout(0, l_o))
     offset = i_out.to(gl.int64)[:, None] * (HK * D) + kv_head * D + i_dim[None, :]
     gl.store(p_dk + offset, (b_dk * scale).to(s_q.dtype), mask=(i_out < k1)[:, None])
     gl.store(p_dv + offset, b_dv.to(s_q.dtype), mask=(i_out < k1)[:, None])
+    if ACCUMULATE:
+        tma.store_wait(0)
 
 
 @gluon.jit
-def key_gradients(d_q, d_k, d_v, d_do, p_lse2, p_delta, p_dk, p_dv, p_tiles, scale2, scale, T4, HK: gl.constexpr,
-                  GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def key_gradients(d_q, d_k, d_v, d_do, d_dq, p_lse2, p_delta, p_dk, p_dv, p_tiles, scale2, scale, T4, HK: gl.constexpr,
+                  GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+                  ACCUMULATE: gl.constexpr, VAR: gl.constexpr):  # fmt: skip
+    """dK and dV of a tile of keys; with ``ACCUMULATE``, what these keys add to dQ / scale (float32) as well."""
     pid = gl.program_id(0)
     kv_head = pid % HK
     tile = p_tiles + pid // HK * 4
@@ -140,6 +206,9 @@ def key_gradients(d_q, d_k, d_v, d_do, p_lse2, p_delta, p_dk, p_dv, p_tiles, sca
     blocks = (end - k0 + BM - 1) // BM
     diagonal: gl.constexpr = 2 * HALF // BM
     edges = gl.minimum(blocks, diagonal + gl.where((end - k0) % BM > 0, 1, 0))
+    if ACCUMULATE:
+        # Rows of dK and dV beyond the segment are not stored, but in dQ they would be summed: mask every block.
+        edges = gl.where(k1 < k0 + 2 * HALF, blocks, edges)
     s_k = gl.allocate_shared_memory(d_k.dtype, [2] + d_k.block_type.shape, d_k.layout)
     s_v = gl.allocate_shared_memory(d_v.dtype, [2] + d_v.block_type.shape, d_v.layout)
     s_q = gl.allocate_shared_memory(d_q.dtype, [STAGES] + d_q.block_type.shape, d_q.layout)
@@ -147,18 +216,25 @@ def key_gradients(d_q, d_k, d_v, d_do, p_lse2, p_delta, p_dk, p_dv, p_tiles, sca
     l_stat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     s_lse = gl.allocate_shared_memory(gl.float32, [STAGES, BM], l_stat)
     s_delta = gl.allocate_shared_memory(gl.float32, [STAGES, BM], l_stat)
-    kv_full = barriers(2, 1)
+    s_ds = s_k
+    s_dq = s_k
+    if ACCUMULATE:
+        l_ds: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, BM], d_q.dtype)
+        s_ds = gl.allocate_shared_memory(d_q.dtype, [4, HALF, BM], l_ds)
+        s_dq = gl.allocate_shared_memory(d_dq.dtype, [2] + d_dq.block_type.shape, d_dq.layout)
+    kv_full = barriers(1, 1)
     q_full = barriers(STAGES, 2)
     do_full = barriers(STAGES, 2)
     q_free = barriers(STAGES, 2)
     do_free = barriers(STAGES, 2)
+    ds_full = barriers(2, 2)
     gl.warp_specialize([
-        (_consume_queries, (s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_free, do_full, do_free, p_dk, p_dv,
-                            scale2, scale, k0, k1, end, kv_head, blocks, edges, gl.constexpr(0), HK, GROUP, STAGES, BM,
-                            D)),
-        (_consume_queries, (s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full, q_free, do_full, do_free, p_dk, p_dv,
-                            scale2, scale, k0, k1, end, kv_head, blocks, edges, gl.constexpr(1), HK, GROUP, STAGES, BM,
-                            D)),
+        (_consume_queries, (d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, kv_full, q_full, q_free, do_full,
+                            do_free, ds_full, p_dk, p_dv, scale2, scale, k0, k1, end, kv_head, blocks, edges,
+                            gl.constexpr(0), HK, GROUP, STAGES, BM, D, ACCUMULATE, VAR)),
+        (_consume_queries, (d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, kv_full, q_full, q_free, do_full,
+                            do_free, ds_full, p_dk, p_dv, scale2, scale, k0, k1, end, kv_head, blocks, edges,
+                            gl.constexpr(1), HK, GROUP, STAGES, BM, D, ACCUMULATE, VAR)),
         (_load_queries, (d_q, d_k, d_v, d_do, p_lse2, p_delta, s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full,
                          q_free, do_full, do_free, k0, end, kv_head, blocks, edges, T4, GROUP, STAGES, BM, D)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dualkv_compile.passes.errors import Barrier
 from dualkv_compile.passes.graph import expr
 from dualkv_compile.passes.layout import Atom, Dim, Kind, Size, is_constant, over_tokens, product, regroup, same
-from dualkv_compile.passes.values import Barrier, Value
+from dualkv_compile.passes.values import Value
 
 
 def align(operands: Sequence[Value], rank: int, owned: int) -> tuple[tuple[Dim, ...], str | None]:
@@ -88,6 +89,8 @@ def _same_tokens(value: Value, dim: Dim, lead: Dim, any_packed: bool, owned: int
     if not _alike(dim, lead):
         raise Barrier(f"aligns different token dimensions ({value.node})")
     for a, b in zip(dim, lead, strict=True):
+        if a.kind is Kind.COLUMN and value.tainted and not same(a.offset, b.offset):
+            raise Barrier("reads another column than its own, which may be padding that was left out")
         if a.kind is Kind.COLUMN and any_packed:
             ahead = _difference(a.offset, b.offset)
             if value.is_packed and ahead != 0:

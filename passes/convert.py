@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dualkv_compile.passes.errors import Barrier
 from dualkv_compile.passes.graph import Emitter, Request, Window, expr
 from dualkv_compile.passes.layout import Dim, Kind, Layout, Size, is_constant, over_tokens, product, regroup
-from dualkv_compile.passes.values import Barrier, Value
+from dualkv_compile.passes.values import Value
 
 aten = torch.ops.aten
 
@@ -53,7 +54,11 @@ class Converter:
         x = e.reshape(x, [self.num_rows, atoms[column].size, *(atoms[i].size for i in others)])
         now = [row, column, *others]
         x = e.permute(x, [now.index(i) for i in range(len(atoms))])
-        return e.reshape(x, [product(a.size for a in dim) for dim in value.layout.dims])
+        x = e.reshape(x, [product(a.size for a in dim) for dim in value.layout.dims])
+        fake = value.fake
+        if isinstance(fake, torch.Tensor) and fake.is_contiguous() and not x.meta["val"].is_contiguous():  # some operations insist on it
+            x = e.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+        return x
 
     def zero_padding(self, value: Value) -> fx.Node:
         """A dense token value with zeros at its padding positions."""

@@ -7,3 +7,7 @@ class CannotDeduplicate(Exception):
 
 class ReadsPadding(CannotDeduplicate):
     """Something reads the values at padding positions, so padding may not be left out of the packed order."""
+
+
+class Barrier(Exception):
+    """Raised by a rule: this operation cannot run packed, because …"""

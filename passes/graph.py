@@ -11,6 +11,7 @@ import sympy
 import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
+from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -47,6 +48,10 @@ class Request:
     index: int = 0
     hidden: bool = False
     name: str = ""
+
+    @property
+    def windows(self) -> list[Window]:
+        return [w for w in (self.window, self.base) if w is not None]
 
 
 def expr(size: Size) -> Any:
@@ -117,7 +122,8 @@ class Emitter:
 
     def call(self, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
         """Emits target(*args, **kwargs); fx.Nodes stand for their values and symbolic integers become nodes that compute them."""
-        value = target(*self._values(args), **self._values(kwargs))
+        with enable_python_dispatcher():  # symbolic sizes want meta functions written in Python
+            value = target(*self._values(args), **self._values(kwargs))
         args, kwargs = pytree.tree_map_only(torch.SymInt, self.size, (args, kwargs))
         node = self.graph.call_function(target, args, kwargs)
         node.meta.update(val=value, region=self.region)

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from dualkv_compile.passes.errors import Barrier
+
 Size = "int | torch.SymInt"
 
 
@@ -60,9 +62,9 @@ class Layout:
         kinds = [a.kind for a in self.atoms()]
         for kind in (Kind.ROW, Kind.COLUMN, Kind.KEY):
             if kinds.count(kind) > 1:
-                raise ValueError(f"a layout holds {kind.value} twice: {self}")
+                raise Barrier(f"pairs tokens of one row with each other (its layout would hold {kind.value} twice)")
         if (Kind.ROW in kinds) != (Kind.COLUMN in kinds):
-            raise ValueError(f"a token layout needs a row and a column: {self}")
+            raise Barrier("takes the rows or the columns of its tokens apart")
 
     @staticmethod
     def plain(shape: Iterable[Size], kind: Kind = Kind.FEATURE) -> Layout:

@@ -27,14 +27,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dualkv_compile.passes import masks, sites
 from dualkv_compile.passes.align import align
 from dualkv_compile.passes.convert import Converter
-from dualkv_compile.passes.errors import ReadsPadding
+from dualkv_compile.passes.errors import Barrier, ReadsPadding
 from dualkv_compile.passes.graph import Emitter, Request, Window
 from dualkv_compile.passes.layout import Atom, Kind, Layout, Size, product
 from dualkv_compile.passes.regions import outline
 from dualkv_compile.passes.rules import RULES, Op, Result
 from dualkv_compile.passes.simplify import writes
 from dualkv_compile.passes.trace import Region
-from dualkv_compile.passes.values import Barrier, Value
+from dualkv_compile.passes.values import Value
 
 aten = torch.ops.aten
 
@@ -44,6 +44,7 @@ class TokenInput:
     """A placeholder that carries a mark: where its rows are, whether its shared prompt columns are equal in each group."""
 
     row_dim: int = 0
+    column_dim: int = 1
     shared: bool = True
     is_padding_mask: bool = False
     blank: bool = False  # its padding positions hold zeros, not what the unmarked batch has there
@@ -51,10 +52,11 @@ class TokenInput:
 
 @dataclasses.dataclass(frozen=True)
 class TokenOutput:
-    """An output that is equal in all copies of a token, `[…, B, S, …]`."""
+    """An output that is equal in all copies of a token: which of its dimensions are the rows and the columns."""
 
     index: int
     row_dim: int
+    column_dim: int
     blank: bool
 
 
@@ -77,6 +79,8 @@ class PackingChoice:
     window_has_padding: Callable[[Window], bool]
     num_tables: int
     attention_impl: str = "auto"
+    # whether other pieces of the same program read the outputs: what they are not told of must be as in the unmarked batch
+    feeds_pieces: bool = False
 
     @property
     def drops_padding(self) -> bool:
@@ -186,7 +190,7 @@ class Propagation:
         if mark is not None:
             dims = list(layout.dims)
             dims[mark.row_dim] = (Atom(Kind.ROW, self.choice.num_rows),)
-            dims[mark.row_dim + 1] = (Atom(Kind.COLUMN, self.choice.num_columns),)
+            dims[mark.column_dim] = (Atom(Kind.COLUMN, self.choice.num_columns),)
             layout = Layout(tuple(dims))
             light = light or len(dims) == 2
         value = Value(node, layout, dense=new, light=light, pure=True)
@@ -236,7 +240,7 @@ class Propagation:
         for v in op.values:
             if v.is_token and not v.shared:
                 unshared = unshared or f"reads values that differ from row to row ({v.node})"
-        if unshared is None and (any(v.is_packed for v in op.values) or not all(v.light for v in op.values)):
+        if unshared is None and any(self.runs_packed(v) for v in op.values):
             call = self.emitter.call
             packed = result.build() if result.build else call(op.target, *op.packed_args(), **op.packed_kwargs())
             values = self.wrap(op, result, packed=packed)
@@ -268,7 +272,8 @@ class Propagation:
         return self.wrap(op, Result(None), dense=dense, light=light, pure=pure)
 
     def note_barrier(self, op: Op, reason: str) -> None:
-        if any(v.is_packed or v.score is not None for v in op.values):
+        is_site = op.target is torch.ops.dualkv.attention_site.default
+        if is_site or any(v.is_packed or v.score is not None or _is_first_unshared(v) for v in op.values):
             self.barriers.append(BarrierNote(str(op.target), reason, op.node.meta.get("stack_trace")))
 
     def wrap(self, op: Op, result: Result, **where: Any) -> Any:
@@ -283,8 +288,13 @@ class Propagation:
             layouts = result.layouts
             layout = (layouts[i] if isinstance(layouts, (tuple, list)) else layouts) or Layout.plain(fake.shape)
             here = {k: self.emitter.getitem(v, i) if many and isinstance(v, fx.Node) else v for k, v in where.items()}
-            values.append(Value(_getitem_of(op.node, i) if many else op.node, layout, **here))
+            values.append(Value(self.result_node(op.node, i) if many else op.node, layout, **here))
         return values if many else values[0]
+
+    @staticmethod
+    def result_node(node: fx.Node, index: int) -> fx.Node:
+        """The node of one of several results, if anything reads it."""
+        return next((u for u in node.users if u.target is operator.getitem and u.args[1] == index), node)
 
     # -- padding -----------------------------------------------------------------------------------------------------------
 
@@ -355,13 +365,18 @@ class Propagation:
             self.excuse_padding(value, op, reason)
         return self.dense(value)
 
+    @staticmethod
+    def runs_packed(value: Value) -> bool:
+        """Whether what reads a value, if it is token-wise, runs packed: unlike what is computed from light values alone."""
+        return value.is_packed or (value.shared and not value.light)
+
     def causal(self, op: Op, result: Result) -> Any:
         """Runs dense, yet depends on no later column, so that its result is a token value again."""
         x = op.args[0]
-        if not x.shared:
-            raise Barrier("runs along rows that differ")
-        if not x.is_packed:
-            return self.dense_result(op, result)
+        if x.tainted and self.choice.padding == "left":
+            raise self.reads_padding(op, "runs along columns")
+        if not x.shared or not x.is_packed:
+            return self.dense_result(op, result, shared=x.shared)
         if self.choice.drops_padding and self.choice.padding == "left":
             raise self.reads_padding(op, "runs along columns")
         self.note_barrier(op, "runs along columns: unpacked for it, packed again after it")
@@ -369,8 +384,12 @@ class Propagation:
 
     def emit_dense(self, node: fx.Node) -> fx.Node:
         """The operation as the user's program has it, on dense operands."""
+        if node.target is operator.getitem:
+            return self.emitter.getitem(self.emit_dense(node.args[0]), node.args[1])
         args, kwargs = pytree.tree_map_only(fx.Node, self.dense_argument, (node.args, node.kwargs))
         target = sites.dense_call if node.target is torch.ops.dualkv.attention_site.default else node.target
+        if target in (aten.view.default, aten._unsafe_view.default):
+            target = aten.reshape.default  # the operand's strides may be others than in the recorded graph
         return self.emitter.call(target, *args, **kwargs)
 
     def dense_argument(self, node: fx.Node) -> Any:
@@ -414,11 +433,15 @@ class Propagation:
             self.note_barrier(op, "attention scores leave the graph")
             if self.choice.drops_padding:
                 raise self.reads_padding(op, "leaves the graph")
+        blank, is_told = value.tainted or self.loses_padding(value), False
         if value.is_token and value.shared:
             row_dim, column_dim = value.layout.dim_of(Kind.ROW), value.layout.dim_of(Kind.COLUMN)
             apart = len(value.layout.dims[row_dim]) == len(value.layout.dims[column_dim]) == 1
-            if apart and column_dim == row_dim + 1 and row_dim < 2 and value.window == Window.of(0, self.choice.num_columns):
-                self.token_outputs.append(TokenOutput(index, row_dim, value.tainted or self.loses_padding(value)))
+            if apart and row_dim < column_dim and value.window == Window.of(0, self.choice.num_columns):
+                self.token_outputs.append(TokenOutput(index, row_dim, column_dim, blank))
+                is_told = True
+        if blank and self.choice.feeds_pieces and not is_told:
+            raise self.reads_padding(Op(self, node), "goes to another piece of the program")
         return self.convert.zero_padding(value) if value.tainted and value.is_token else self.dense(value)
 
     def facts_module(self) -> fx.GraphModule | None:
@@ -456,8 +479,9 @@ _KEEPS_ZERO = {
 }
 
 
-def _getitem_of(node: fx.Node, index: int) -> fx.Node:
-    return next((u for u in node.users if u.target is operator.getitem and u.args[1] == index), node)
+def _is_first_unshared(value: Value) -> bool:
+    """A marked floating-point input whose rows are each their own: no value is packed after it, so it must be named here."""
+    return value.is_token and not value.shared and not value.light and value.node.op == "placeholder"
 
 
 def _ancestors(nodes) -> set[fx.Node]:

@@ -16,9 +16,10 @@ import torch.utils._pytree as pytree
 
 from dualkv_compile.passes import masks, sites
 from dualkv_compile.passes.align import align_batch
+from dualkv_compile.passes.errors import Barrier
 from dualkv_compile.passes.graph import Request, Window
 from dualkv_compile.passes.layout import Atom, Dim, Kind, Layout, Size, is_constant, over_tokens, regroup, same
-from dualkv_compile.passes.values import Barrier, Value
+from dualkv_compile.passes.values import Value
 
 aten = torch.ops.aten
 
@@ -233,19 +234,28 @@ def slice_(op: Op) -> Result | Value:
 def columns(op: Op, x: Value, dim: int, start: Size, size: Size) -> Result | Value:
     """x[..., start : start + size, ...] of a column dimension."""
     atom = x.layout.dims[dim][0]
-    layout = _with_dim(x.layout, dim, (Atom(Kind.COLUMN, size, atom.offset + start),))
-    if not x.is_packed:
+    layout = _with_dim(x.layout, dim, (_column(op, size, atom.offset + start),))
+    if not op.engine.runs_packed(x):
         if same(size, 1):
             raise Barrier("takes a single column")
-        return Result(layout)
+        return op.engine.dense_result(op, Result(layout), shared=x.shared)
     window = Window.of(atom.offset + start, size)
     index = op.engine.emitter.request(Request("subselect", window, base=x.window))
-    packed = op.engine.emitter.call(aten.index_select.default, x.packed, dim, index)
+    whole = op.operand(x, x.layout.dims, x.window)
+    packed = op.engine.emitter.call(aten.index_select.default, whole, dim, index)
     value = Value(op.node, layout, packed=packed)
     if not same(size, 1):
         return value
     dense = op.engine.read_dense(value, op, "takes a single column")
     return Value(op.node, Layout.plain(dense.meta["val"].shape), dense=dense)
+
+
+def _column(op: Op, size: Size, offset: Size) -> Atom:
+    """The columns [offset, offset + size) of the batch; where they begin before it (a shift to later columns) and are as many as the
+    batch's, index i stands for column i instead: it holds what depends on that column's past alone, the same in all copies."""
+    if isinstance(offset, int) and offset < 0 and same(size, op.engine.choice.num_columns):
+        offset = 0
+    return Atom(Kind.COLUMN, size, offset)
 
 
 def _with_dim(layout: Layout, dim: int, new: Dim) -> Layout:
@@ -342,21 +352,22 @@ def scatter_part(op: Op) -> Result:
 
 
 @rule(aten.constant_pad_nd.default)
-def constant_pad_nd(op: Op) -> Result:
-    x, pads = op.args[0], op.args[1]
+def constant_pad_nd(op: Op) -> Any:
+    x, pads, moves_tokens = op.args[0], op.args[1], False
     dims = list(x.layout.dims)
     for i in range(len(pads) // 2):
         d, before, after = len(dims) - 1 - i, pads[2 * i], pads[2 * i + 1]
         if same(before, 0) and same(after, 0):
             continue
         if over_tokens(dims[d]):
-            if x.is_packed or len(dims[d]) > 1 or dims[d][0].kind is not Kind.COLUMN:
+            if len(dims[d]) > 1 or dims[d][0].kind is not Kind.COLUMN:
                 raise Barrier("pads across tokens")
-            atom = dims[d][0]
-            dims[d] = (Atom(Kind.COLUMN, op.shape[d], atom.offset - before),)
+            moves_tokens = True
+            dims[d] = (_column(op, op.shape[d], dims[d][0].offset - before),)
         else:
             dims[d] = (Atom(Kind.FEATURE, op.shape[d]),)
-    return Result(Layout(tuple(dims)))
+    result = Result(Layout(tuple(dims)))
+    return op.engine.causal(op, result) if moves_tokens else result
 
 
 # -- along features ---------------------------------------------------------------------------------------------------------

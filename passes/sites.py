@@ -21,9 +21,10 @@ import torch
 import torch.fx as fx
 
 from dualkv_compile.passes import masks
+from dualkv_compile.passes.errors import Barrier
 from dualkv_compile.passes.graph import Request, Window
 from dualkv_compile.passes.layout import Atom, Dim, Kind, Layout, over_tokens, product, same
-from dualkv_compile.passes.values import Barrier, Value
+from dualkv_compile.passes.values import Value
 
 aten = torch.ops.aten
 
@@ -93,6 +94,8 @@ def through_scores(engine, op) -> Any:
     if target in _VIEWS:
         score = op.args[0]
         result = RULES[target](op)
+        if _batch_order(result.layouts) != _batch_order(score.layout) and target in _REORDERING:
+            raise Barrier("reorders the rows or heads of attention scores")
         return dataclasses.replace(score, node=op.node, layout=result.layouts)
     if target in (aten.clone.default, aten.alias.default, aten.detach.default, aten._to_copy.default):
         if target is aten.detach.default:
@@ -105,7 +108,7 @@ def through_scores(engine, op) -> Any:
     if target is aten.cat.default:
         return with_sinks(op)
     if target in (aten.max.dim, aten.amax.default):
-        return top_score(op)
+        return top_score(engine, op)
     if target is aten.sub.Tensor:
         return subtract_top(op)
     if target is aten.slice.Tensor:
@@ -114,6 +117,8 @@ def through_scores(engine, op) -> Any:
         return weighted_values(engine, op)
     if target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar):
         return scale_scores(op)
+    if target is aten.neg.default:
+        return scale_scores(op, -1.0)
     if target is aten.tanh.default:
         return cap_scores(op)
     if target is aten.add.Tensor:
@@ -143,6 +148,14 @@ _VIEWS = {
     aten.squeeze.dims,
     aten.expand.default,
 }
+
+
+_REORDERING = {aten.permute.default, aten.transpose.int}
+
+
+def _batch_order(layout: Layout) -> list[int]:
+    """Which row and heads come in which order: heads of equal size differ in nothing but their place."""
+    return [id(a) for a in layout.atoms() if a.kind in (Kind.ROW, Kind.FEATURE)]
 
 
 def _is_score(value: Any) -> bool:
@@ -189,14 +202,15 @@ def with_sinks(op) -> Value:
     return Value(op.node, layout, score=dataclasses.replace(score, sinks=sinks))
 
 
-def top_score(op) -> Any:
+def top_score(engine, op) -> Any:
     value, dims = op.args[0], op.args[1]
     dim = dims[0] if isinstance(dims, (list, tuple)) else dims
     last = len(value.layout.dims) - 1
-    if not op.arg(2, False) or dim % (last + 1) != last or value.score.is_probability or value.score.is_top:
+    over_keys = dim % (last + 1) == last and [a.kind for a in value.layout.dims[last]] == [Kind.KEY]
+    if not op.arg(2, False) or not over_keys or value.score.is_probability or value.score.is_top:
         raise Barrier("reduces attention scores")
-    top = Value(op.node, value.layout, score=dataclasses.replace(value.score, is_top=True))
-    top.layout = Layout((*value.layout.dims[:-1], ()))
+    node = engine.result_node(op.node, 0) if op.target is aten.max.dim else op.node
+    top = Value(node, Layout((*value.layout.dims[:-1], ())), score=dataclasses.replace(value.score, is_top=True))
     return [top, None] if op.target is aten.max.dim else top
 
 
@@ -221,10 +235,13 @@ def without_sinks(op) -> Value:
     return Value(op.node, layout, score=value.score)
 
 
-def scale_scores(op) -> Value:
-    value, other = (op.args[0], op.args[1]) if _is_score(op.args[0]) else (op.args[1], op.args[0])
+def scale_scores(op, number: float | None = None) -> Value:
+    """`number`: the factor, where it is no argument."""
     divides = op.target in (aten.div.Tensor, aten.div.Scalar)
-    number = _number(other) if not _is_score(other) else None
+    value = op.args[0] if _is_score(op.args[0]) else op.args[1]
+    if number is None:
+        other = op.args[1] if value is op.args[0] else op.args[0]
+        number = _number(other) if not _is_score(other) else None
     if number is None or number == 0 or (divides and not _is_score(op.args[0])):
         raise Barrier("scales attention scores by something that is not a known number")
     score: Score = value.score
@@ -232,8 +249,8 @@ def scale_scores(op) -> Value:
         raise Barrier("scales attention scores after they were masked or normalised")
     factor = 1.0 / number if divides else number
     if score.capping:
-        # cap * tanh(x * scale): the op computes cap * tanh(x * scale' / cap)
-        score = dataclasses.replace(score, softcap=factor, scale=score.scale * factor, capping=False)
+        # cap * tanh(x * scale): the op computes cap * tanh(x * scale' / cap), for either sign of cap, as tanh is odd
+        score = dataclasses.replace(score, softcap=abs(factor), scale=score.scale * factor, capping=False)
     elif score.softcap:
         raise Barrier("scales attention scores after they were capped")
     else:
@@ -310,13 +327,15 @@ def weighted_values(engine, op) -> Value:
         raise Barrier("multiplies attention probabilities, the sinks' among them, with values")
     if not value.is_token or [a.kind for a in query] != [Kind.COLUMN] or [a.kind for a in key] != [Kind.KEY]:
         raise Barrier("multiplies attention probabilities with something else than values")
-    layout = Layout((batch, query, value.layout.dims[2]))
     q = _heads(score.query, 1, 2)
+    if any(a.kind is Kind.CONSTANT for a in batch) or not same(product(a.size for a in batch[1:]), q.num_heads):
+        raise Barrier("repeats attention probabilities over heads")
+    layout = Layout((batch, query, value.layout.dims[2]))
     k = _heads(score.key, 2, 1)
     v = _heads(value, 1, 2)
     causal = masks.conjunction(list(score.masks))
     if causal.kind == "causal_if":
-        causal = _asked_of_the_data(engine, op, score.masks)
+        causal = _asked_of_the_data(engine, op, score.masks, q)
     return rewrite(engine, op, q, k, v, causal, score.scale, score.softcap, layout, score.sinks)
 
 
@@ -328,23 +347,32 @@ def attention_call(engine, op) -> Value:
         raise Barrier("draws attention dropout, which rows do not share")
     applied = []
     if mask is not None:
-        if mask.is_packed or mask.element is None:
+        if mask.is_packed or (mask.element is None and not mask.pure):
             raise Barrier("its mask is not a known expression of rows and columns")
         kind = "bool" if mask.fake.dtype is torch.bool else "additive"
         axes = ["b", "h", "q", "kv"] if len(query.layout.dims) == 4 else ["b", "q", "kv"]
-        mask = dataclasses.replace(mask, element=masks.align_to_scores(mask.element, len(mask.layout.dims), axes))
+        per_head = len(axes) == len(mask.layout.dims) == 3 and len(query.layout.dims[0]) > 1 and not same(mask.fake.shape[0], 1)
+        is_data = per_head or mask.element is None
+        if not is_data:
+            mask = dataclasses.replace(mask, element=masks.align_to_scores(mask.element, len(mask.layout.dims), axes))
         applied.append(Mask(mask, kind, mask.fake.dtype, rank=len(axes)))
     if is_causal and not same(query.fake.shape[-2], key.fake.shape[-2]):
         raise Barrier("is causal over queries and keys of different length")
     rank = len(query.layout.dims)
     layout = Layout(query.layout.dims[:-1] + value.layout.dims[-1:])
     q, k, v = (_heads(x, rank - 2, rank - 1) for x in (query, key, value))
-    causal = masks.conjunction(applied, is_causal=is_causal)
+    # one without an expression over (b, h, q, kv), for one of flattened rows and heads
+    if applied and is_data and not is_causal:
+        causal = _asked_of_the_data(engine, op, applied, q)
+    else:
+        causal = masks.conjunction(applied, is_causal=is_causal)
     if causal.kind == "causal_if" and not is_causal:
-        causal = _asked_of_the_data(engine, op, applied)
+        causal = _asked_of_the_data(engine, op, applied, q)
     if scale is None:
         scale = float(query.fake.shape[-1]) ** -0.5
-    return rewrite(engine, op, q, k, v, causal, scale, 0.0, layout)
+    # where a Boolean mask hides every key, scaled_dot_product_attention gives zero, and so does the op
+    gives_zero = all(m.kind == "bool" for m in applied)
+    return rewrite(engine, op, q, k, v, causal, scale, 0.0, layout, gives_zero=gives_zero)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -404,8 +432,13 @@ def _four_dims(engine, operand: Heads, window: Window) -> fx.Node:
         return e.reshape(x, [1, product(a.size for a in operand.heads), tokens, product(a.size for a in operand.features)])
 
 
-def rewrite(engine, op, q: Heads, k: Heads, v: Heads, mask: masks.Verdict, scale, softcap, layout: Layout, sinks=None) -> Value:
-    """The shared-prompt op in place of a site, if its mask is causal and every operand is a whole batch of tokens."""
+def rewrite(
+    engine, op, q: Heads, k: Heads, v: Heads, mask: masks.Verdict, scale, softcap, layout: Layout, sinks=None, gives_zero=False
+) -> Value:
+    """The shared-prompt op in place of a site, if its mask is causal and every operand is a whole batch of tokens.
+
+    `gives_zero`: what the site computes for a query that sees no key is zero.
+    """
     choice = engine.choice
     whole = Window.of(0, choice.num_columns)
     for operand in (q, k, v):
@@ -415,10 +448,12 @@ def rewrite(engine, op, q: Heads, k: Heads, v: Heads, mask: masks.Verdict, scale
             raise Barrier("attends to or from values that differ from row to row")
     if mask.kind not in ("causal", "asked"):
         raise Barrier(f"its mask is not causal: {mask.reason}")
-    hidden = _padding_hidden(engine, op, mask)
+    hidden = _padding_hidden(engine, op, mask, gives_zero)
     k, v = _without_repeats(engine, k), _without_repeats(engine, v)
     if k.num_heads != v.num_heads or q.num_heads % k.num_heads:
         raise Barrier("the numbers of query, key and value heads do not divide")
+    if not scale > 0:
+        raise Barrier(f"scales its scores by {scale}; the kernels want a positive scale")
     e = engine.emitter
     nodes = [_four_dims(engine, x, whole) for x in (q, k, v)]
     # hand-written attention may compute its scores in a wider type than its values
@@ -459,20 +494,19 @@ def _from_four_dims(engine, out: fx.Node, layout: Layout, window: Window) -> fx.
     return engine.emitter.reshape(out, engine.convert.packed_shape(layout.dims, window))
 
 
-def _padding_hidden(engine, op, mask: masks.Verdict) -> bool:
+def _padding_hidden(engine, op, mask: masks.Verdict, gives_zero: bool) -> bool:
     """Decides whether padding keys are hidden in the packed attention, and registers what must be true of the data for that."""
     choice = engine.choice
-    if mask.kind == "asked":
-        return False
-    if mask.key_data is None:
+    hides = choice.keep_padding and choice.padding != "none"
+    if mask.kind == "causal" and mask.key_data is None:
         if choice.drops_padding and choice.padding == "left":
             raise engine.reads_padding(op, "attends to left padding")
         hides = False
     else:
-        if choice.keep_padding and choice.padding == "left":
+        if hides and choice.padding == "left" and not gives_zero:
             raise engine.reads_padding(op, "hides left padding, whose queries see no key")
-        _require_padding(engine, mask.key_data, "kv")
-        hides = choice.keep_padding and choice.padding == "right"
+        if mask.kind == "causal":
+            _require_padding(engine, mask.key_data, "kv")
     if mask.query_data is not None:
         if choice.keep_padding and choice.padding != "none":
             raise engine.reads_padding(op, "masks padding queries")
@@ -480,12 +514,10 @@ def _padding_hidden(engine, op, mask: masks.Verdict) -> bool:
     return hides
 
 
-def _asked_of_the_data(engine, op, applied) -> masks.Verdict:
+def _asked_of_the_data(engine, op, applied, q: Heads) -> masks.Verdict:
     """A mask that is data (a buffer, or an argument made outside of the graph): the fact that it is causal and hides exactly the padding,
     for every real query, is registered; it is asked of the actual tensors at the call."""
     choice, e = engine.choice, engine.emitter
-    if choice.keep_padding:
-        raise engine.reads_padding(op, "has a mask made outside of the graph")
     if not all(m.value.pure and m.value.dense is not None for m in applied):
         raise Barrier("its mask is computed by the model")
     device = op.node.meta["val"].device
@@ -494,8 +526,12 @@ def _asked_of_the_data(engine, op, applied) -> masks.Verdict:
     for mask in applied:
         if mask.rank != rank:
             raise Barrier("masks attention scores of different rank")
-        shape = mask.value.dense.meta["val"].shape
-        x = e.reshape(mask.value.dense, [1] * (rank - len(shape)) + list(shape))
+        shape = list(mask.value.dense.meta["val"].shape)
+        if rank == 3:  # rows, or rows and heads, in one dimension
+            flat = len(shape) == 3 and not same(shape[0], 1)
+            shape = [1] * (3 - len(shape)) + shape
+            shape = ([choice.num_rows, q.num_heads] if flat and q.heads else [shape[0], 1]) + shape[1:]
+        x = e.reshape(mask.value.dense, [1] * (4 - len(shape)) + shape)
         if mask.kind == "additive":
             seen, hidden = e.call(aten.eq.Scalar, x, 0), e.call(aten.le.Scalar, x, masks.least_masking(mask.dtype))
             known = e.call(aten.logical_or.default, seen, hidden)
@@ -509,13 +545,15 @@ def _asked_of_the_data(engine, op, applied) -> masks.Verdict:
         allowed = seen if allowed is None else e.call(aten.logical_and.default, allowed, seen)
     expected = e.call(aten.ge.Tensor, e.call(aten.unsqueeze.default, at, 1), e.call(aten.unsqueeze.default, at, 0))
     agrees = e.call(aten.eq.Tensor, allowed, expected)
-    if choice.drops_padding:
+    if choice.padding != "none":
         valid = e.request(Request("valid", Window.of(0, choice.num_columns)))
         b, s = choice.num_rows, choice.num_columns
-        keys = e.reshape(valid, [b] + [1] * (rank - 2) + [s])
-        padding_query = e.call(aten.logical_not.default, e.reshape(valid, [b] + [1] * (rank - 3) + [s, 1]))
+        keys = e.reshape(valid, [b, 1, 1, s])
         expected = e.call(aten.logical_and.default, expected, keys)
-        agrees = e.call(aten.logical_or.default, e.call(aten.eq.Tensor, allowed, expected), padding_query)
+        agrees = e.call(aten.eq.Tensor, allowed, expected)
+        if choice.drops_padding:
+            padding_query = e.call(aten.logical_not.default, e.reshape(valid, [b, 1, s, 1]))
+            agrees = e.call(aten.logical_or.default, agrees, padding_query)
     engine.facts[e.call(aten.all.default, agrees)] = None
     return masks.Verdict("asked")
 

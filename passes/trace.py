@@ -88,18 +88,20 @@ def trace(gm: fx.GraphModule, fake_mode: FakeTensorMode, fake_args: Sequence[Any
     with fake_mode, enable_python_dispatcher(), torch.no_grad(), recorder, warnings.catch_warnings():
         # sizes stay symbolic integers in the recorded graph, which is read and never run
         warnings.filterwarnings("ignore", message="Raw SymInt value")
-        outputs = _run_functionalised(gm, recorder, run_on)
+        outputs = _run_functionalised(gm, recorder, run_on, fake_args)
     return recorder.finish(gm, outputs)
 
 
-def _run_functionalised(gm: fx.GraphModule, recorder: _Recorder, fake_args: Sequence[Any]) -> Any:
+def _run_functionalised(gm: fx.GraphModule, recorder: _Recorder, fake_args: Sequence[Any], original: Sequence[Any]) -> Any:
     """Runs the graph so that the recorder sees no in-place operation, but for one copy_ into each input that the program writes to."""
     with FunctionalTensorMode():
         wrapped = [FunctionalTensor.to_functional(a) if isinstance(a, torch.Tensor) else a for a in fake_args]
         outputs = _Interpreter(gm, recorder).run(*wrapped)
     outputs = pytree.tree_map_only(FunctionalTensor, _unwrapped, outputs)
-    for before, after in zip(fake_args, wrapped, strict=True):
+    for before, after, given in zip(fake_args, wrapped, original, strict=True):
         if isinstance(after, FunctionalTensor) and torch._functionalize_has_data_mutation(after.elem):
+            if given.requires_grad:
+                raise CannotDeduplicate("the program writes into an input that requires gradients")
             before.copy_(_unwrapped(after))
     return outputs
 
@@ -159,6 +161,10 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten.copy.default:
             return self._copied(*args[:2])
+        if func is aten._native_batch_norm_legit_functional.default:
+            # the kernel writes its running statistics behind autograd's back; written by copy_, they must not be what it saved
+            copies = [self.__torch_dispatch__(aten.clone.default, (), (a,)) for a in args[3:5]]
+            args = (*args[:3], *copies, *args[5:])
         result = func(*args, **kwargs)
         if func in _METADATA_ONLY:
             return result

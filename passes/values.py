@@ -55,7 +55,3 @@ class Value:
     def window(self) -> Window:
         column = self.layout.column
         return Window.of(column.offset, column.size)
-
-
-class Barrier(Exception):
-    """Raised by a rule: this operation cannot run packed, because …"""

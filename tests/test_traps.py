@@ -1,0 +1,386 @@
+"""Programs made to mislead the rewriting, one mechanism each: numbers and gradients are those of the unmarked batch, and what runs packed
+is what can be proved."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from batches import batch_of, mark, packed_tokens, relative
+from torch import nn
+
+import dualkv_compile
+
+RIGHT = {"groups": [(7, [3]), (5, [4, 6]), (9, [2, 5, 1, 3, 4])], "order": [3, 0, 5, 1, 7, 2, 6, 4]}
+LEFT = {"groups": [(9, [4, 2]), (5, [3, 4, 1])], "left_pads": [0, 4]}
+FULL = {"groups": [(6, [4, 4, 4]), (6, [4, 4])]}
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+def causal(mask):
+    i = torch.arange(mask.shape[1])
+    return (i[:, None] >= i)[None, None] & mask[:, None, None].bool()
+
+
+def sdpa(q, k, v, mask):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=causal(mask))
+
+
+class Decoder(nn.Module):
+    """One layer. A test puts in `attention(q, k, v, mask)`, `middle(module, hidden, ids)` and `head(logits, ids, mask, labels)`."""
+
+    def __init__(self, attention=sdpa, middle=None, head=None, vocab=32, width=16, heads=4):
+        super().__init__()
+        self.attention, self.middle, self.head, self.heads = attention, middle, head, heads
+        self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(64, width)
+        self.norm1, self.norm2, self.qkv = nn.LayerNorm(width), nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.mix, self.mlp, self.logits = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, vocab)
+        self.double()
+
+    def forward(self, input_ids, attention_mask, labels=None, inputs_embeds=None):
+        b, s = input_ids.shape
+        x = (self.tokens(input_ids) if inputs_embeds is None else inputs_embeds) + self.positions(torch.arange(s))
+        q, k, v = (y.view(b, s, self.heads, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.mix(self.attention(q, k, v, attention_mask).transpose(1, 2).reshape(b, s, -1))
+        if self.middle is not None:
+            x = self.middle(self, x, input_ids)
+        logits = self.logits(x + F.gelu(self.mlp(self.norm2(x))))
+        return logits if self.head is None else self.head(logits, input_ids, attention_mask, labels)
+
+
+def run(model, batch, keys=("input_ids", "attention_mask", "labels"), backend="aot_eager"):
+    """The largest relative difference of outputs at real positions and of gradients; the reports of marked graphs."""
+    case = batch_of(vocab=32, **batch)
+    mask = case["batch"]["attention_mask"].bool()
+    reference = copy.deepcopy(model)
+
+    def losses(module, batch):
+        out = module(**batch)
+        if out.ndim > 1:
+            real = mask[:, : out.shape[1]]
+            out = out[real]
+        g = torch.Generator().manual_seed(1)
+        (out * torch.randn(out.shape, generator=g, dtype=out.dtype)).sum().backward()
+        return out
+
+    expected = losses(reference, {k: case["batch"][k] for k in keys})
+    compiled = torch.compile(model, backend="dualkv", options={"inner_backend": backend})
+    actual = losses(compiled, mark(case, keys))
+    worst = relative(actual.detach(), expected.detach())
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            worst = max(worst, relative(p.grad, q.grad))
+    for p, q in zip(model.buffers(), reference.buffers(), strict=True):
+        worst = max(worst, relative(p.double(), q.double()))
+    return worst, [r for r in dualkv_compile.reports() if r.calls and r.variant != "plain"]
+
+
+def scores(q, k):
+    return q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+
+
+def masked(s, mask):
+    return s.masked_fill(~causal(mask), -1e9)
+
+
+def heads_reordered(q, k, v, mask):
+    p = masked(scores(q, k), mask).softmax(-1)
+    b, _, s, _ = p.shape
+    return p.view(b, 2, 2, s, s).transpose(1, 2).reshape(b, 4, s, s) @ v
+
+
+def heads_reordered_before_softmax(q, k, v, mask):
+    b, _, s, _ = q.shape
+    x = masked(scores(q, k).view(b, 2, 2, s, s).permute(0, 2, 1, 3, 4).reshape(b, 4, s, s), mask)
+    return x.softmax(-1) @ v
+
+
+def one_head_for_all(q, k, v, mask):
+    return masked(scores(q[:, :1], k[:, :1]), mask).softmax(-1).expand(-1, 4, -1, -1) @ v
+
+
+def negative_scale(q, k, v, mask):
+    return masked(-scores(q, k), mask).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("attention", [heads_reordered, heads_reordered_before_softmax, one_head_for_all, negative_scale])
+@pytest.mark.parametrize("batch", [FULL, RIGHT], ids=["full", "right"])
+def test_scores_of_other_heads_are_not_this_site(attention, batch):
+    with pytest.warns(UserWarning, match="1 of 1 attention sites"):
+        worst, reports = run(Decoder(attention), batch)
+    assert worst < 1e-12 and [r.attention_rewritten for r in reports] == [0]
+
+
+def negative_cap(q, k, v, mask):
+    return masked(-5 * torch.tanh(-scores(q, k) / 5), mask).softmax(-1) @ v
+
+
+def flat_heads(q, k, v, mask):
+    b, h, s, d = q.shape
+    flat = causal(mask).expand(b, h, s, s).reshape(b * h, s, s)
+    return F.scaled_dot_product_attention(*(x.reshape(b * h, s, d) for x in (q, k, v)), attn_mask=flat).view(b, h, s, d)
+
+
+@pytest.mark.parametrize("attention", [negative_cap, flat_heads])
+@pytest.mark.parametrize("batch", [FULL, RIGHT, LEFT], ids=["full", "right", "left"])
+def test_unusual_attention_is_rewritten(attention, batch):
+    worst, reports = run(Decoder(attention), batch)
+    assert worst < 1e-12
+    assert [(r.attention_rewritten, r.packed_tokens) for r in reports] == [(1, packed_tokens(batch["groups"]))]
+
+
+MIDDLES = {
+    "previous token": (lambda m, x, ids: x + m.tokens(F.pad(ids, (1, 0))[:, :-1]), 0),
+    "previous token, one pad": (lambda m, x, ids: x + m.tokens(F.pad(ids, (1, -1))), 0),
+    "next token": (lambda m, x, ids: x + m.tokens(F.pad(ids, (0, 1))[:, 1:]), 1),
+    "tokens compared with tokens": (lambda m, x, ids: x + m.tokens((ids[:, :, None] == ids[:, None]).tril().sum(-1) % 32), 1),
+}
+
+
+@pytest.mark.parametrize("name", MIDDLES)
+@pytest.mark.parametrize("batch", [RIGHT, LEFT], ids=["right", "left"])
+def test_tokens_that_read_other_tokens(name, batch):
+    middle, barriers = MIDDLES[name]
+    worst, reports = run(Decoder(middle=middle), batch)
+    assert worst < 1e-12 and [(r.attention_rewritten, len(r.barriers)) for r in reports] == [(1, barriers)]
+
+
+def test_batch_norm_sees_every_copy():
+    model = Decoder(middle=lambda m, x, ids: m.batch_norm(x.reshape(-1, 16)).view_as(x))
+    model.batch_norm = nn.BatchNorm1d(16).double()
+    worst, reports = run(model, RIGHT)
+    (report,) = reports
+    assert worst < 1e-12 and report.variant == "packed, padding kept" and "batch_norm" in report.barriers[0].op
+
+
+def test_renormalised_embedding_is_left_alone():
+    model = Decoder(middle=lambda m, x, ids: x + m.limited(ids))
+    model.limited = nn.Embedding(32, 16, max_norm=1.0).double()
+    with pytest.warns(UserWarning, match="writes into an input that requires gradients"):
+        worst, reports = run(model, RIGHT)
+    assert worst < 1e-12 and reports[0].variant == "dense"
+
+
+def test_loss_per_token_of_transposed_logits():
+    def head(logits, ids, mask, labels):
+        return (F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none") * mask[:, 1:]).sum()
+
+    worst, reports = run(Decoder(head=head), RIGHT)
+    assert worst < 1e-12 and reports[0].attention_rewritten == 1
+
+
+def _mean_of_all(logits, ids, mask, labels):
+    logits = logits.log_softmax(-1)
+    torch._dynamo.graph_break()
+    return -logits.gather(2, labels.clamp(min=0)[..., None]).mean()
+
+
+def _mean_over_rows(logits, ids, mask, labels):
+    torch._dynamo.graph_break()
+    return logits - logits.mean(0, keepdim=True)
+
+
+def _part_of_the_columns(logits, ids, mask, labels):
+    chosen = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(-1)
+    torch._dynamo.graph_break()
+    return (chosen * mask[:, 1:]).sum() / mask.sum() + chosen.mean()
+
+
+def _eager_code_reads_padding(logits, ids, mask, labels):
+    return logits + torch._dynamo.disable(lambda x: x.mean(0, keepdim=True))(logits)
+
+
+@pytest.mark.parametrize("head", [_mean_of_all, _mean_over_rows, _part_of_the_columns, _eager_code_reads_padding])
+@pytest.mark.parametrize("batch", [RIGHT, LEFT], ids=["right", "left"])
+def test_padding_is_kept_where_a_graph_break_follows(head, batch):
+    """Nobody can prove what the code between two pieces reads."""
+    worst, reports = run(Decoder(head=head), batch)
+    assert worst < 1e-12
+    assert reports[0].variant == "packed, padding kept" and reports[0].attention_rewritten == 1
+
+
+class Outer(nn.Module):
+    """Its frame is cut where it calls `inner`, whose own frame is cut too, and goes on with what the last piece of `inner` returns."""
+
+    def __init__(self, inner, rest):
+        super().__init__()
+        self.inner, self.rest = inner, rest
+
+    def forward(self, **batch):
+        return self.rest(self.inner(**batch), batch["attention_mask"])
+
+
+def _broken_first(m, x, ids):
+    torch._dynamo.graph_break()
+    return x
+
+
+def test_a_piece_returns_into_a_compiled_frame():
+    worst, reports = run(Outer(Decoder(middle=_broken_first), lambda x, mask: x.log_softmax(-1)), RIGHT)
+    assert worst < 1e-12 and [r.attention_rewritten for r in reports] == [1, 0, 0]
+    # one that reads what was left out: an error
+    torch._dynamo.reset()
+    with pytest.raises(dualkv_compile.NotRewritten, match="provably ignore padding"):
+        run(Outer(Decoder(middle=_broken_first), lambda x, mask: x - x.mean(0)), RIGHT)
+
+
+def test_compiled_code_reads_padding_that_was_left_out():
+    """An inner piece returns zeros at padding positions to code that reads them: an error, never another number."""
+    case = batch_of(vocab=32, **RIGHT)
+    first = torch.compile(Decoder(), backend="dualkv", options={"inner_backend": "aot_eager"})
+    second = torch.compile(lambda x: x - x.mean(0), backend="dualkv", options={"inner_backend": "aot_eager"})
+    logits = first(**mark(case))
+    with pytest.raises(dualkv_compile.NotRewritten, match="provably ignore padding"):
+        second(logits)
+    assert torch.equal(second(dualkv_compile.unmark(logits)), logits - logits.mean(0))
+
+
+MOVES = {
+    "columns of an embedding": lambda x: (x[:, :-1] * x[:, :-1].sigmoid(), 0),
+    "previous state": lambda x: (x + F.pad(x, (0, 0, 1, -1)), 0),
+    "previous state, one pad": lambda x: (x + F.pad(x, (0, 0, 1, 0))[:, :-1], 0),
+    "next state": lambda x: (x[:, :-1] * x[:, 1:], 1),
+    "state two before": lambda x: (x[:, 2:] * x[:, :-2], 1),
+    "running sum": lambda x: (x + x.cumsum(1), 0),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("batch", [FULL, RIGHT, LEFT], ids=["full", "right", "left"])
+@pytest.mark.parametrize("first", ["input", "packed", "piece"])
+def test_states_of_other_columns(name, batch, first):
+    """A state that is an input, computed packed, or the output of another compiled piece, meets its neighbours'."""
+    case = batch_of(vocab=32, **batch)
+    table = nn.Embedding(32, 16).double()
+    real = case["batch"]["attention_mask"].bool()
+
+    def program(x):
+        return MOVES[name](x if first == "input" else x * x.sum(-1, keepdim=True).tanh())[0]
+
+    def gradient(call, x):
+        table.zero_grad()
+        y = call(x)
+        y = y.masked_fill(~real[:, -y.shape[1] :, None], 0) if "before" in name else y.masked_fill(~real[:, : y.shape[1], None], 0)
+        (y * torch.arange(y.numel(), dtype=y.dtype).view(y.shape).cos()).sum().backward()
+        return y.detach(), table.weight.grad.clone()
+
+    options = {"inner_backend": "aot_eager"}
+    compiled = torch.compile(program, backend="dualkv", options=options, dynamic=True)
+    twice = torch.compile(lambda x: x * 2, backend="dualkv", options=options)
+
+    def marked(x):
+        x = dualkv_compile.mark_shared_prompt({"inputs_embeds": x}, case["prompt_length"], group_ids=case["group_ids"])["inputs_embeds"]
+        return compiled(x)
+
+    def marked_with_padding(x):
+        batch = {"inputs_embeds": x, "attention_mask": case["batch"]["attention_mask"].clone()}
+        dualkv_compile.mark_shared_prompt(batch, case["prompt_length"], group_ids=case["group_ids"])
+        return compiled(twice(batch["inputs_embeds"]) if first == "piece" else batch["inputs_embeds"])
+
+    for call in (marked_with_padding,) if first == "piece" else (marked, marked_with_padding):
+        x = table(case["batch"]["input_ids"])
+        expected = gradient(lambda x: program(x * 2) if first == "piece" else program(x), x)
+        x = table(case["batch"]["input_ids"])
+        try:
+            actual = gradient(call, x)
+        except dualkv_compile.NotRewritten:
+            # what an earlier piece left out is needed here
+            assert first == "piece" and batch is not FULL
+            continue
+        assert max(relative(a, b) for a, b in zip(actual, expected, strict=True)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["row", "token"])
+def test_each_row_keeps_the_gradient_of_its_embeddings(kind):
+    case = batch_of(vocab=32, **FULL)
+    model = Decoder()
+    b, s = case["batch"]["input_ids"].shape
+    got = []
+    for call, marked in ((model, False), (torch.compile(model, backend="dualkv", options={"inner_backend": "aot_eager"}), True)):
+        delta = torch.zeros(b, 1 if kind == "row" else s, 16, dtype=torch.double, requires_grad=True)
+        batch = {k: v.clone() for k, v in case["batch"].items()} | {"inputs_embeds": model.tokens(case["batch"]["input_ids"]) + delta}
+        if marked:
+            dualkv_compile.mark_shared_prompt(batch, case["prompt_length"], group_ids=case["group_ids"])
+        (call(**batch) * torch.arange(b).view(b, 1, 1)).sum().backward()
+        got.append(delta.grad)
+    assert relative(got[1], got[0]) < 1e-12
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_embeddings_looked_up_outside_are_packed(scaled):
+    """What arrives at a look-up by equal indices is added up anyway; a hook would see who it came from."""
+    case = batch_of(vocab=32, **FULL)
+    model = Decoder()
+    reference = copy.deepcopy(model)
+
+    def loss(call, module, marked, hook=None):
+        embedded = module.tokens(case["batch"]["input_ids"])
+        if scaled:
+            embedded = embedded.to(torch.float32).to(torch.double) * 3.0
+        if hook is not None:
+            embedded.register_hook(hook)
+        batch = {k: v.clone() for k, v in case["batch"].items()} | {"inputs_embeds": embedded}
+        if marked:
+            dualkv_compile.mark_shared_prompt(batch, case["prompt_length"], group_ids=case["group_ids"])
+        module.zero_grad()
+        call(**batch).square().sum().backward()
+
+    compiled = torch.compile(model, backend="dualkv", options={"inner_backend": "aot_eager"})
+    loss(reference, reference, False)
+    loss(compiled, model, True)
+    worst = max(relative(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+    assert worst < (1e-6 if scaled else 1e-12)
+    assert [(r.attention_rewritten, r.packed_tokens) for r in dualkv_compile.reports()] == [(1, packed_tokens(FULL["groups"]))]
+    seen = []
+    loss(reference, reference, False, seen.append)
+    with pytest.warns(UserWarning, match="inputs_embeds"):
+        loss(compiled, model, True, seen.append)
+    assert relative(seen[1], seen[0]) < (1e-6 if scaled else 1e-12)
+
+
+def test_masks_of_inference_mode():
+    case = batch_of(vocab=32, **FULL)
+    s = case["batch"]["input_ids"].shape[1]
+    i = torch.arange(s)
+
+    class Masked(Decoder):
+        def forward(self, given, **batch):
+            self.attention = lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=given)
+            return super().forward(**batch)
+
+    model = Masked()
+    with torch.inference_mode():
+        batch = {k: v.clone() for k, v in case["batch"].items()}
+        expected = model((i[:, None] >= i)[None, None], **batch)
+        dualkv_compile.mark_shared_prompt(batch, case["prompt_length"], group_ids=case["group_ids"])
+        compiled = torch.compile(model, backend="dualkv", options={"inner_backend": "aot_eager"})
+        for _ in range(2):
+            assert relative(compiled((i[:, None] >= i)[None, None], **batch), expected) < 1e-12
+    assert dualkv_compile.reports()[-1].attention_rewritten == 1
+    # and a mask that is not causal in the next call
+    with torch.inference_mode(), pytest.warns(UserWarning, match="does not hold in this batch"):
+        actual = compiled(torch.ones(1, 1, s, s, dtype=torch.bool), **batch)
+        assert relative(actual, model(torch.ones(1, 1, s, s, dtype=torch.bool), **batch)) < 1e-12
+
+
+def test_an_internal_error_is_loud_and_leaves_the_batch_right(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("out of order")
+
+    case = batch_of(vocab=32, **FULL)
+    model = Decoder()
+    monkeypatch.setattr("dualkv_compile.backend.propagate", broken)
+    compiled = torch.compile(model, backend="dualkv", options={"inner_backend": "aot_eager"})
+    with pytest.warns(dualkv_compile.errors.InternalErrorWarning, match="out of order"):
+        actual = compiled(**mark(case))
+    assert torch.allclose(actual, model(**case["batch"]))
+    torch._dynamo.reset()
+    strict = torch.compile(model, backend="dualkv", options={"inner_backend": "aot_eager", "strict": True})
+    with pytest.raises(RuntimeError, match="out of order"):
+        strict(**mark(case))
