@@ -96,13 +96,13 @@ def through_scores(engine, op) -> Any:
         result = RULES[target](op)
         if _batch_order(result.layouts) != _batch_order(score.layout) and target in _REORDERING:
             raise Barrier("reorders the rows or heads of attention scores")
-        return dataclasses.replace(score, node=op.node, layout=result.layouts)
+        return Value(op.node, result.layouts, score=score.score)
     if target in (aten.clone.default, aten.alias.default, aten.detach.default, aten._to_copy.default):
         if target is aten.detach.default:
             raise Barrier("detaches attention scores")
         if target is aten._to_copy.default and not op.node.meta["val"].is_floating_point():
             raise Barrier("casts attention scores to integers")
-        return dataclasses.replace(op.args[0], node=op.node)
+        return Value(op.node, op.args[0].layout, score=op.args[0].score)
     if target is aten._softmax.default:
         return softmax(op)
     if target is aten.cat.default:
@@ -219,7 +219,7 @@ def subtract_top(op) -> Value:
     value, top = op.args[:2]
     if not (_is_score(value) and _is_score(top) and top.score.is_top and dataclasses.replace(top.score, is_top=False) == value.score):
         raise Barrier("subtracts something else than their maximum from attention scores")
-    return dataclasses.replace(value, node=op.node)
+    return Value(op.node, value.layout, score=value.score)
 
 
 def without_sinks(op) -> Value:
@@ -270,7 +270,7 @@ def add_to_scores(op, added: Any, value: Value) -> Value:
     score: Score = value.score
     if op.target is aten.baddbmm.default:
         beta, alpha = op.kwargs.get("beta", 1), op.kwargs.get("alpha", 1)
-        value = dataclasses.replace(value, node=op.node, score=dataclasses.replace(score, scale=score.scale * alpha))
+        value = Value(op.node, value.layout, score=dataclasses.replace(score, scale=score.scale * alpha))
         if beta == 0:
             return value
         if beta != 1:
@@ -279,7 +279,7 @@ def add_to_scores(op, added: Any, value: Value) -> Value:
         raise Barrier("adds attention scores to attention scores")
     if not isinstance(added, Value):
         if added == 0:
-            return dataclasses.replace(value, node=op.node)
+            return Value(op.node, value.layout, score=score)
         raise Barrier("adds a number to attention scores")
     return with_mask(op, value, added, "additive", None)
 
