@@ -1,0 +1,1 @@
+"""Trainers that mark their batches and compile their models; each module needs the framework that it is named after."""
