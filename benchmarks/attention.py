@@ -3,7 +3,8 @@
     python benchmarks/attention.py [--out DIR] [--layouts 8x2048x512,ragged,...] [--dim 128] [--only ours,composite]
 
 Prints, per layout, forward and backward milliseconds, the ratio to ours and TFLOP/s over the distinct causal work,
-beside the matmul ceiling of the same run; writes JSON and a plot. Times are medians of CUDA events.
+beside the matmul ceiling of the same run; writes JSON and a plot. Times are medians of CUDA events; those of the tile
+tables are of the wall clock.
 FLOPs: 4 * D * H per visible score element forward, 2.5 times that backward, whatever the method really computes.
 """
 
@@ -104,6 +105,14 @@ def ours(layout, dim):
     return by_autograd(lambda: function(q, k, v, tables, dim**-0.5, impl="triton")[0], q, k, v)
 
 
+def deterministic(layout, dim):
+    torch.use_deterministic_algorithms(True)
+    try:
+        return ours(layout, dim)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def flex(layout, dim):
     """FlexAttention over packed tokens; the block mask is timed apart."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -127,8 +136,10 @@ def composite(layout, dim):
     """Three cuDNN calls merged by log-sum-exp, and a backward with the merged statistics: exact.
 
     K and V are expanded to all heads beforehand and the sum of dK and dV over a group's heads is left out, both in its
-    favour, as are copies of the backward's inputs.
+    favour, as are copies of the backward's inputs. Ragged responses take one call each for themselves.
     """
+    if layout.uniform() is None:
+        return ragged_composite(layout, dim)
     groups, n, p, r = layout.uniform()
     call = torch.ops.aten._scaled_dot_product_cudnn_attention
     call_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
@@ -173,6 +184,50 @@ def composite(layout, dim):
     return milliseconds(forward), milliseconds(backward)
 
 
+def ragged_composite(layout, dim):
+    call = torch.ops.aten._scaled_dot_product_cudnn_attention
+    call_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    ((p, lengths),) = layout.groups
+
+    def four(tokens):
+        return [torch.randn(1, H, tokens, dim, device="cuda", dtype=DTYPE) for _ in range(4)]
+
+    q_prompt, k_prompt, v_prompt, g_prompt = four(p)
+    q_rows, k_rows, v_rows, g_rows = four(sum(lengths))
+    own = list(zip(*([y.contiguous() for y in x.split(lengths, 2)] for x in (q_rows, k_rows, v_rows)), strict=True))
+
+    def stack(statistics):
+        return torch.cat([x.view(1, H, -1, 1) for x in statistics], 2)
+
+    def forward():
+        a = call(q_prompt, k_prompt, v_prompt, None, True, 0.0, True, False)
+        c = call(q_rows, k_prompt, v_prompt, None, True, 0.0, False, False)
+        o = [call(*x, None, True, 0.0, True, False) for x in own]
+        lse_c, lse_o = c[1].view(1, H, -1, 1), stack([x[1] for x in o])
+        lse = torch.logaddexp(lse_c, lse_o)
+        out_o = torch.cat([x[0] for x in o], 2)
+        merged = (c[0] * (lse_c - lse).exp() + out_o * (lse_o - lse).exp()).to(DTYPE)
+        return a, c, o, merged, lse
+
+    a, c, o, merged, lse = forward()
+    cut = [[y.contiguous() for y in x.split(lengths, 2)] for x in (g_rows, merged, lse)]
+    saved = [(g, *qkv, out, stat.view_as(x[1])) for qkv, x, g, out, stat in zip(own, o, *cut, strict=True)]
+    lse_rows = lse.view_as(c[1])
+
+    def one(grad, q, k, v, out, stat, saved, causal):
+        return call_backward(
+            grad, q, k, v, out, stat, saved[6], saved[7], None, None, None, q.shape[2], k.shape[2], 0.0, causal
+        )
+
+    def backward():
+        da = one(g_prompt, q_prompt, k_prompt, v_prompt, a[0], a[1], a, True)
+        dc = one(g_rows, q_rows, k_prompt, v_prompt, merged, lse_rows, c, False)
+        do = [one(*x, y, True) for x, y in zip(saved, o, strict=True)]
+        return da[1] + dc[1], da[2] + dc[2], dc[0] + torch.cat([x[0] for x in do], 2)
+
+    return milliseconds(forward), milliseconds(backward)
+
+
 def grouper(layout, dim):
     """Prefix-grouper style: the prompt once, then each response against a copy of the prompt's keys and its own."""
     groups, n, p, r = layout.uniform()
@@ -205,13 +260,37 @@ def replicated(layout, dim, backend):
 
 METHODS = {
     "ours": ours,
+    "ours, deterministic": deterministic,
     "composite cuDNN": composite,
     "FlexAttention": flex,
     "prefix grouper, FA2": grouper,
     "replicated, cuDNN": lambda layout, dim: replicated(layout, dim, SDPBackend.CUDNN_ATTENTION),
     "replicated, FA2": lambda layout, dim: replicated(layout, dim, SDPBackend.FLASH_ATTENTION),
 }
-ANY_LAYOUT = ("ours", "FlexAttention")
+ANY_LAYOUT = ("ours", "ours, deterministic", "composite cuDNN", "FlexAttention")
+
+
+def tables_ms(layout):
+    """Median wall time of making the tile tables, the device's part included."""
+    times = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        layout.tables()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times)
+
+
+def backward_memory(layout, dim):
+    """MiB at the peak of our backward beyond what was there before and the gradients it returns; MiB of float32 q."""
+    q, k, v = (random(heads, layout.num_tokens, dim) for heads in (H, HK, HK))
+    out, _ = torch.ops.dualkv.shared_prompt_attention(q, k, v, layout.tables(), dim**-0.5, impl="triton")
+    grad = torch.randn_like(out)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    grads = torch.autograd.grad(out, (q, k, v), grad)
+    returned = sum(x.numel() * x.element_size() for x in grads)
+    return (torch.cuda.max_memory_allocated() - before - returned) / 2**20, q.numel() * 4 / 2**20
 
 
 def matmul_ceiling():
@@ -232,8 +311,8 @@ def measure(name, layout, dim):
     return row | ({"mask_build_ms": build[0]} if build else {})
 
 
-def report(label, rows, ceiling):
-    print(f"\n{label}   (matmul ceiling {ceiling:.0f} TFLOP/s; ratios are ours / theirs)")
+def report(label, layout, rows, ceiling):
+    print(f"\n{label}, {layout.num_tokens} tokens   (matmul ceiling {ceiling:.0f} TFLOP/s; ratios are ours / theirs)")
     print(
         f"{'':22}{'forward ms':>11}{'TFLOP/s':>9}{'ratio':>7}"
         f"{'backward ms':>13}{'TFLOP/s':>9}{'both ms':>10}{'ratio':>7}"
@@ -258,13 +337,13 @@ def plot(results, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(11, 4.5))
+    figure, axes = plt.subplots(figsize=(12, 4.5))
     methods = list(METHODS)
     for place, method in enumerate(methods):
         bars = [(i, row["both_ms"] / rows[0]["both_ms"]) for i, (_, rows) in enumerate(results.items())
                 for row in rows if row["method"] == method and "both_ms" in row and "both_ms" in rows[0]]  # fmt: skip
         if bars:
-            axes.bar([i + (place - 2.5) * 0.13 for i, _ in bars], [y for _, y in bars], 0.13, label=method)
+            axes.bar([i + (place - 3) * 0.12 for i, _ in bars], [y for _, y in bars], 0.12, label=method)
     axes.set_xticks(range(len(results)), list(results), fontsize=8)
     axes.set_yscale("log")
     axes.set_ylabel("forward + backward, relative to ours")
@@ -297,7 +376,12 @@ def main():
         layout = Layout(layouts[label])
         names = [name for name in METHODS if name in wanted and (layout.uniform() or name in ANY_LAYOUT)]
         results[label] = [measure(name, layout, arguments.dim) for name in names]
-        report(label, results[label], ceiling)
+        report(label, layout, results[label], ceiling)
+        if "ours" in names:
+            extra, size = backward_memory(layout, arguments.dim)
+            more = {"tables_ms": tables_ms(layout), "backward_extra_mib": extra, "float32_q_mib": size}
+            results[label][0] |= more
+            print("   ".join(f"{name} {value:.2f}" for name, value in more.items()))
         with open(os.path.join(arguments.out, f"attention_d{arguments.dim}.json"), "w") as file:
             json.dump({"about": about, "layouts": results}, file, indent=1)
     plot(results, os.path.join(arguments.out, f"attention_d{arguments.dim}.png"))

@@ -11,10 +11,12 @@ from dualkv_compile.kernels import hopper_backward, hopper_forward
 _HALF = 64
 _LOG2E = 1.4426950408889634
 
-# Head dim -> (block, stages): keys a step in the forward and dQ, queries a step in dK/dV.
-FORWARD = {64: (128, 2), 128: (128, 2)}
+# Head dim -> (block, stages): keys a step in the forward and dQ, queries a step in the others. ``GRADIENTS`` makes dQ
+# along with dK and dV, five matrix products instead of seven, and adds it up in an order that varies from run to run.
+FORWARD = {64: (128, 2), 128: (128, 2), 256: (64, 2)}
+GRADIENTS = {128: (64, 2)}
 KEY_GRADIENTS = {64: (64, 2), 128: (64, 3)}
-QUERY_GRADIENTS = {64: (128, 2), 128: (64, 2)}
+QUERY_GRADIENTS = {64: (128, 2), 128: (64, 2), 256: (32, 2)}
 
 
 def forward(q, k, v, out, lse, tiles, scale, sinks):
@@ -26,20 +28,38 @@ def forward(q, k, v, out, lse, tiles, scale, sinks):
     )  # fmt: skip
 
 
-def backward(q, k, v, dout, statistics, dq, dk, dv, query_tiles, key_tiles, scale):
+def gradients(q, k, v, dout, statistics, dq, dk, dv, tiles, scale):
     """``statistics`` [2, H, T4] float32: lse in units of log2, and delta; ``T4`` is a multiple of 4."""
-    heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[3]
-    lse2, delta = statistics
-    padded = statistics.shape[2]
-    block, stages = KEY_GRADIENTS[dim]
-    hopper_backward.key_gradients[(key_tiles.shape[0] * kv_heads,)](
-        _rows(q, block), _rows(k, _HALF), _rows(v, _HALF), _rows(dout, block), lse2, delta, dk, dv, key_tiles,
-        scale * _LOG2E, scale, padded, kv_heads, heads // kv_heads, dim, block, stages, num_warps=4,
-    )  # fmt: skip
+    _, heads, tokens, dim = q.shape
+    block, stages = GRADIENTS[dim]
+    total = q.new_zeros((tokens, heads * dim), dtype=torch.float32)
+    layout = gl.NVMMASharedLayout.get_default_for([block, dim // 2], gl.float32)
+    d_total = TensorDescriptor(total, list(total.shape), list(total.stride()), [block, dim // 2], layout)
+    _key_gradients(q, k, v, dout, d_total, statistics, dk, dv, tiles, scale, block, stages)
+    torch.mul(total.view(1, tokens, heads, dim).transpose(1, 2), scale, out=dq)
+
+
+def key_gradients(q, k, v, dout, statistics, dk, dv, tiles, scale):
+    block, stages = KEY_GRADIENTS[q.shape[3]]
+    _key_gradients(q, k, v, dout, None, statistics, dk, dv, tiles, scale, block, stages)
+
+
+def query_gradients(q, k, v, dout, statistics, dq, tiles, scale):
+    heads, dim = q.shape[1], q.shape[3]
     block, stages = QUERY_GRADIENTS[dim]
-    hopper_backward.query_gradients[(query_tiles.shape[0] * heads,)](
-        _rows(q, _HALF), _rows(dout, _HALF), _rows(k, block), _rows(v, block), dq, lse2, delta, query_tiles,
-        scale * _LOG2E, scale, padded, heads, heads // kv_heads, dim, block, stages, num_warps=4,
+    hopper_backward.query_gradients[(tiles.shape[0] * heads,)](
+        _rows(q, _HALF), _rows(dout, _HALF), _rows(k, block), _rows(v, block), dq, *statistics, tiles, scale * _LOG2E,
+        scale, statistics.shape[2], heads, heads // k.shape[1], dim, block, stages, num_warps=4,
+    )  # fmt: skip
+
+
+def _key_gradients(q, k, v, dout, d_total, statistics, dk, dv, tiles, scale, block, stages):
+    heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[3]
+    d_q, accumulate = _rows(q, block), d_total is not None
+    hopper_backward.key_gradients[(tiles.shape[0] * kv_heads,)](
+        d_q, _rows(k, _HALF), _rows(v, _HALF), _rows(dout, block), d_total if accumulate else d_q, *statistics, dk, dv,
+        tiles, scale * _LOG2E, scale, statistics.shape[2], kv_heads, heads // kv_heads, dim, block, stages, accumulate,
+        num_warps=4,
     )  # fmt: skip
 
 

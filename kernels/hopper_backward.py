@@ -1,6 +1,10 @@
-"""The backward for Hopper in Gluon: one kernel for dK and dV, one for dQ, both without atomics.
+"""The backward for Hopper in Gluon, in two ways.
 
-As in the forward, two consumer warpgroups of 64 rows each are fed by one warp through TMA. In the dK/dV kernel the
+- ``key_gradients`` with ``ACCUMULATE`` makes all three gradients with five matrix products. dQ is added up in float32
+  by TMA's reduction, tile of keys by tile of keys, in an order that varies: its last bits vary from run to run.
+- ``key_gradients`` without, then ``query_gradients``: seven products, no reduction, every bit reproducible.
+
+As in the forward, two consumer warpgroups of 64 rows each are fed by one warp through TMA. In ``key_gradients`` the
 rows are keys and each step takes ``BM`` queries; lse and delta are staged in shared memory too, and the blocks that
 need a mask (the diagonal, and the last of the group) are peeled out of the main loop: both keep it free of spills.
 """
@@ -32,7 +36,8 @@ def async_reduce_add(desc, coord, src, _semantic=None):
 @gluon.jit
 def _load_query_block(d_q, d_do, p_lse2, p_delta, s_q, s_do, s_lse, s_delta, q_full, q_free, do_full, do_free, i, m,
                       end, head, T4, STAGES: gl.constexpr, BM: gl.constexpr, D: gl.constexpr):  # fmt: skip
-    # The statistics are read through registers: a TMA of single floats would need a 16-byte aligned coordinate.
+    # The statistics are read through registers. A one-dimensional TMA faulted where a segment starts off a multiple of
+    # 16 bytes, probably because of that.
     i_query = m + gl.arange(0, BM, layout=gl.BlockedLayout([BM // 32], [32], [1], [0]))
     offset = head.to(gl.int64) * T4 + i_query
     b_lse = gl.load(p_lse2 + offset, mask=i_query < end, other=0.0)
@@ -88,7 +93,7 @@ def _unhoisted(x):
 @gluon.jit
 def _query_step(b_dk, b_dv, d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, q_full, q_free, do_full, do_free,
                 ds_full, i, m, head, i_key, end, scale2, MASK: gl.constexpr, J: gl.constexpr, STAGES: gl.constexpr,
-                BM: gl.constexpr, D: gl.constexpr, ACCUMULATE: gl.constexpr, VAR: gl.constexpr):  # fmt: skip
+                BM: gl.constexpr, D: gl.constexpr, ACCUMULATE: gl.constexpr):  # fmt: skip
     dtype: gl.constexpr = s_q.dtype
     l_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     l_o: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -100,12 +105,7 @@ def _query_step(b_dk, b_dv, d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_d
     mbarrier.wait(q_full.index(stage), phase)
     b_s = warpgroup_mma(s_k.index(first + J), s_q.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(do_full.index(stage), phase)
-    if VAR & 4:
-        b_delta = s_delta.index(stage).load(gl.SliceLayout(0, l_s))
-        b_dp = gl.zeros((HALF, BM), gl.float32, l_s) - b_delta[None, :]
-        b_dp = warpgroup_mma(s_v.index(first + J), s_do.index(stage).permute((1, 0)), b_dp, is_async=True)
-    else:
-        b_dp = warpgroup_mma(s_v.index(first + J), s_do.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_dp = warpgroup_mma(s_v.index(first + J), s_do.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     b_lse = s_lse.index(stage).load(gl.SliceLayout(0, l_s))
     b_s = warpgroup_mma_wait(num_outstanding=1, deps=(b_s,))  # [HALF, BM]
     b_p = gl.exp2(b_s * scale2 - b_lse[None, :])
@@ -115,11 +115,8 @@ def _query_step(b_dk, b_dv, d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_d
     b_weights = gl.convert_layout(b_p.to(dtype), l_p)
     b_dp = warpgroup_mma_wait(num_outstanding=0, deps=(b_dp,))  # [HALF, BM]
     b_dv = warpgroup_mma(b_weights, s_do.index(stage), b_dv, is_async=True)
-    if VAR & 4:
-        b_ds = (b_p * b_dp).to(dtype)
-    else:
-        b_delta = s_delta.index(stage).load(gl.SliceLayout(0, l_s))
-        b_ds = (b_p * (b_dp - b_delta[None, :])).to(dtype)
+    b_delta = s_delta.index(stage).load(gl.SliceLayout(0, l_s))
+    b_ds = (b_p * (b_dp - b_delta[None, :])).to(dtype)
     if ACCUMULATE:
         # Both consumers' dS makes dQ, of which each takes half the columns. Two buffers: whoever is past the wait for
         # the next dS knows that the other has finished with this one.
@@ -133,16 +130,11 @@ def _query_step(b_dk, b_dv, d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_d
             b_dq = warpgroup_mma(s_ds.index(2 * buffer + j).permute((1, 0)),
                                  s_k.index(first + j).slice(J * (D // 2), D // 2, dim=1), b_dq, use_acc=j > 0,
                                  is_async=True)  # fmt: skip
-        if VAR & 2:
-            b_dk = warpgroup_mma(gl.convert_layout(b_ds, l_p), s_q.index(stage), b_dk, is_async=True)
-        else:
-            b_dk = warpgroup_mma(s_ds.index(2 * buffer + J), s_q.index(stage), b_dk, is_async=True)
+        # dS is in shared memory anyway: from there, dK's product runs on while the warps pass dQ on.
+        b_dk = warpgroup_mma(s_ds.index(2 * buffer + J), s_q.index(stage), b_dk, is_async=True)
         b_dv, b_dq = warpgroup_mma_wait(num_outstanding=1, deps=(b_dv, b_dq))
-        if VAR & 8:
-            pass
-        else:
-            mbarrier.arrive(do_free.index(stage), count=1)
-        tma.store_wait(0)
+        mbarrier.arrive(do_free.index(stage), count=1)
+        tma.store_wait(0)  # the step before's dQ has been read
         s_dq.index(J).store(b_dq)
         fence_async_shared()
         async_reduce_add(d_dq, [m, head * D + J * (D // 2)], s_dq.index(J))
@@ -151,8 +143,6 @@ def _query_step(b_dk, b_dv, d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_d
         b_dv = warpgroup_mma_wait(num_outstanding=1, deps=(b_dv,))
         mbarrier.arrive(do_free.index(stage), count=1)
     b_dk = warpgroup_mma_wait(num_outstanding=0, deps=(b_dk,))
-    if VAR & 8:
-        mbarrier.arrive(do_free.index(stage), count=1)
     mbarrier.arrive(q_free.index(stage), count=1)
     return b_dk, b_dv
 
@@ -161,7 +151,7 @@ def _query_step(b_dk, b_dv, d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_d
 def _consume_queries(d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, kv_full, q_full, q_free, do_full, do_free,
                      ds_full, p_dk, p_dv, scale2, scale, k0, k1, end, kv_head, blocks, edges, J: gl.constexpr,
                      HK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, BM: gl.constexpr, D: gl.constexpr,
-                     ACCUMULATE: gl.constexpr, VAR: gl.constexpr):  # fmt: skip
+                     ACCUMULATE: gl.constexpr):  # fmt: skip
     l_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     l_o: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     i_key = k0 + J * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, l_s))
@@ -173,14 +163,14 @@ def _consume_queries(d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, kv_f
         m = _edge_query(e % edges, k0, blocks, edges, BM)
         b_dk, b_dv = _query_step(b_dk, b_dv, d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, q_full, q_free,
                                  do_full, do_free, ds_full, e, m, kv_head * GROUP + e // edges, i_key, end, scale2,
-                                 True, J, STAGES, BM, D, ACCUMULATE, VAR)  # fmt: skip
+                                 True, J, STAGES, BM, D, ACCUMULATE)  # fmt: skip
     i = GROUP * edges
     for member in range(GROUP):
         m = k0 + 2 * HALF
         for _ in range(blocks - edges):
             b_dk, b_dv = _query_step(b_dk, b_dv, d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, q_full, q_free,
                                      do_full, do_free, ds_full, i, m, kv_head * GROUP + member, i_key, end, scale2,
-                                     False, J, STAGES, BM, D, ACCUMULATE, VAR)  # fmt: skip
+                                     False, J, STAGES, BM, D, ACCUMULATE)  # fmt: skip
             i += 1
             m += BM
     i_out = k0 + J * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, l_o))
@@ -192,11 +182,11 @@ def _consume_queries(d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, kv_f
         tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["T4"])
 def key_gradients(d_q, d_k, d_v, d_do, d_dq, p_lse2, p_delta, p_dk, p_dv, p_tiles, scale2, scale, T4, HK: gl.constexpr,
                   GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-                  ACCUMULATE: gl.constexpr, VAR: gl.constexpr):  # fmt: skip
-    """dK and dV of a tile of keys; with ``ACCUMULATE``, what these keys add to dQ / scale (float32) as well."""
+                  ACCUMULATE: gl.constexpr):  # fmt: skip
+    """dK and dV of a tile of keys; with ``ACCUMULATE``, these keys' part of dQ / scale is added to ``d_dq`` too."""
     pid = gl.program_id(0)
     kv_head = pid % HK
     tile = p_tiles + pid // HK * 4
@@ -231,10 +221,10 @@ def key_gradients(d_q, d_k, d_v, d_do, d_dq, p_lse2, p_delta, p_dk, p_dv, p_tile
     gl.warp_specialize([
         (_consume_queries, (d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, kv_full, q_full, q_free, do_full,
                             do_free, ds_full, p_dk, p_dv, scale2, scale, k0, k1, end, kv_head, blocks, edges,
-                            gl.constexpr(0), HK, GROUP, STAGES, BM, D, ACCUMULATE, VAR)),
+                            gl.constexpr(0), HK, GROUP, STAGES, BM, D, ACCUMULATE)),
         (_consume_queries, (d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, kv_full, q_full, q_free, do_full,
                             do_free, ds_full, p_dk, p_dv, scale2, scale, k0, k1, end, kv_head, blocks, edges,
-                            gl.constexpr(1), HK, GROUP, STAGES, BM, D, ACCUMULATE, VAR)),
+                            gl.constexpr(1), HK, GROUP, STAGES, BM, D, ACCUMULATE)),
         (_load_queries, (d_q, d_k, d_v, d_do, p_lse2, p_delta, s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full,
                          q_free, do_full, do_free, k0, end, kv_head, blocks, edges, T4, GROUP, STAGES, BM, D)),
     ], [4, 1], [240, 24])  # fmt: skip
@@ -302,7 +292,7 @@ def _consume_keys(s_q, s_do, s_k, s_v, q_full, k_full, k_free, v_full, v_free, p
     gl.store(p_rows, (b_dq * scale).to(dtype), mask=(i_out < q1)[:, None])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["T4"])
 def query_gradients(d_q, d_do, d_k, d_v, p_dq, p_lse2, p_delta, p_tiles, scale2, scale, T4, H: gl.constexpr,
                     GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     head, q0, q1, p0, p1, n_prefix, s0, blocks, own_full = query_tile(p_tiles, H, BN)

@@ -134,7 +134,7 @@ def _consume(s_q, s_k, s_v, q_full, k_full, k_free, v_full, v_free, p_out, p_lse
     gl.store(p_rows, b_acc.to(dtype), mask=(i_out < q1)[:, None])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["T"])
 def forward(d_q, d_k, d_v, p_out, p_lse, p_sinks, p_tiles, scale2, T, H: gl.constexpr, GROUP: gl.constexpr,
             D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SINKS: gl.constexpr):  # fmt: skip
     head, q0, q1, p0, p1, n_prefix, s0, blocks, own_full = query_tile(p_tiles, H, BN)

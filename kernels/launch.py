@@ -1,8 +1,10 @@
 """Launchers of the Triton kernels: which kernel, which block sizes, and what is allocated.
 
-Block sizes are a fixed table by head dim and dtype: nothing is tuned at run time, so no new length ever stalls.
-The Hopper kernels run for head dims 64 and 128 in half precision without window, soft cap or hidden keys; the portable
-ones otherwise. Every kernel is free of atomics, hence deterministic in every mode.
+Block sizes are a fixed table by device, head dim and dtype (here and in ``hopper``), chosen by measurement
+(docs/kernel-log.md): nothing is tuned at run time and kernels are not specialised on lengths, so a kernel is compiled
+once, Triton keeps it on disk, and no new length ever stalls. The Hopper kernels run for head dims 64, 128 and 256 in
+half precision without window, soft cap or hidden keys (at 256 all but dK and dV); the portable ones otherwise. All are
+deterministic but ``hopper.gradients``, which ``torch.use_deterministic_algorithms`` turns off.
 """
 
 import contextlib
@@ -27,6 +29,8 @@ _BLOCKS = {
     (128, 4): ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
     (256, 4): ((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
 }
+# The same where a block may have 227 KB.
+_HOPPER_BLOCKS = {(256, 2): ((128, 64, 8, 2), (32, 64, 8, 2), (128, 32, 8, 2))}
 _INTERPRETED_BLOCKS = ((16, 32, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1))
 
 
@@ -69,9 +73,8 @@ def forward(q, k, v, tables, scale, window, softcap, sinks):
 
 
 def backward(dout, dlse, q, k, v, out, lse, tables, scale, window, softcap, sinks):
-    """Extra memory: two float32 [H, T] (delta, and lse in units of log2)."""
-    _, heads, tokens, _ = q.shape
-    kv_heads, value_dim = v.shape[1], v.shape[3]
+    """Extra memory: two float32 [H, T] (delta, and lse in units of log2); float32 dQ in ``hopper.gradients``."""
+    heads, tokens, value_dim = q.shape[1], q.shape[2], v.shape[3]
     dq, dk, dv = (x.new_empty((1, x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
     if tokens == 0:
         return dq, dk, dv, q.new_zeros(0) if sinks is None else torch.zeros_like(sinks)
@@ -86,38 +89,54 @@ def backward(dout, dlse, q, k, v, out, lse, tables, scale, window, softcap, sink
             tokens, padded, *_strides(dout), H=heads, DV=value_dim, BDV=_power_of_two(value_dim), BM=_STATISTICS_BLOCK,
             DLSE=dlse is not None,
         )  # fmt: skip
+        dim, query_tiles, key_tiles = q.shape[3], tables[QUERY_TILES], tables[KEY_TILES]
         hopper = _hopper(q, v, tables, window, softcap)
-        if hopper is not None:
-            hopper.backward(q, k, v, dout, statistics, dq, dk, dv, tables[QUERY_TILES], tables[KEY_TILES], scale)
+        if hopper and dim in hopper.GRADIENTS and not torch.are_deterministic_algorithms_enabled():
+            hopper.gradients(q, k, v, dout, statistics, dq, dk, dv, key_tiles, scale)
         else:
-            q, k, v = (_unit_stride(x) for x in (q, k, v))
-            strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(dout))
-            shape, features = _shape(q, k, v), _features(q, tables, window, softcap)
-            _, for_keys, for_queries = _blocks(q, v)
-            block_m, block_n, warps, stages = for_keys
-            portable.key_gradients[(tables[KEY_TILES].shape[0] * (TILE // block_n) * kv_heads,)](
-                q, k, v, dout, dk, dv, lse2, delta, tables[KEY_TILES], tables[COLUMN], tables[END],
-                scale, window or 0, softcap, padded, *strides, **shape, HK=kv_heads, BM=block_m, BN=block_n, **features,
-                num_warps=warps, num_stages=stages,
-            )  # fmt: skip
-            block_m, block_n, warps, stages = for_queries
-            portable.query_gradients[(tables[QUERY_TILES].shape[0] * (TILE // block_m) * heads,)](
-                q, k, v, dout, dq, lse2, delta, tables[QUERY_TILES], tables[COLUMN], tables[END],
-                scale, window or 0, softcap, padded, *strides, **shape, H=heads, BM=block_m, BN=block_n, **features,
-                num_warps=warps, num_stages=stages,
-            )  # fmt: skip
+            args = (q, k, v, dout, statistics)
+            if hopper and dim in hopper.KEY_GRADIENTS:
+                hopper.key_gradients(*args, dk, dv, key_tiles, scale)
+            else:
+                _key_gradients(*args, dk, dv, tables, scale, window, softcap)
+            if hopper and dim in hopper.QUERY_GRADIENTS:
+                hopper.query_gradients(*args, dq, query_tiles, scale)
+            else:
+                _query_gradients(*args, dq, tables, scale, window, softcap)
     if sinks is None:
         return dq, dk, dv, q.new_zeros(0)
     weights = torch.exp(sinks.float().view(-1, 1) - lse[0])
     return dq, dk, dv, -(weights * delta[:, :tokens]).sum(-1).to(sinks.dtype)
 
 
+def _key_gradients(q, k, v, dout, statistics, dk, dv, tables, scale, window, softcap):
+    q, k, v = (_unit_stride(x) for x in (q, k, v))
+    block_m, block_n, warps, stages = _blocks(q, v)[1]
+    tiles, kv_heads = tables[KEY_TILES], k.shape[1]
+    portable.key_gradients[(tiles.shape[0] * (TILE // block_n) * kv_heads,)](
+        q, k, v, dout, dk, dv, *statistics, tiles, tables[COLUMN], tables[END], scale, window or 0, softcap,
+        statistics.shape[2], *_strides(q), *_strides(k), *_strides(v), *_strides(dout), **_shape(q, k, v), HK=kv_heads,
+        BM=block_m, BN=block_n, **_features(q, tables, window, softcap), num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def _query_gradients(q, k, v, dout, statistics, dq, tables, scale, window, softcap):
+    q, k, v = (_unit_stride(x) for x in (q, k, v))
+    block_m, block_n, warps, stages = _blocks(q, v)[2]
+    tiles, heads = tables[QUERY_TILES], q.shape[1]
+    portable.query_gradients[(tiles.shape[0] * (TILE // block_m) * heads,)](
+        q, k, v, dout, dq, *statistics, tiles, tables[COLUMN], tables[END], scale, window or 0, softcap,
+        statistics.shape[2], *_strides(q), *_strides(k), *_strides(v), *_strides(dout), **_shape(q, k, v), H=heads,
+        BM=block_m, BN=block_n, **_features(q, tables, window, softcap), num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
 def _blocks(q, v):
     if interpreted():
         return _INTERPRETED_BLOCKS
     size = max(q.shape[3], v.shape[3])
-    bound = next(bound for bound in (64, 128, 256) if size <= bound)
-    return _BLOCKS[bound, q.element_size()]
+    key = next(bound for bound in (64, 128, 256) if size <= bound), q.element_size()
+    return _HOPPER_BLOCKS.get(key, _BLOCKS[key]) if _is_hopper(q.device.index) else _BLOCKS[key]
 
 
 def _shape(q, k, v):
@@ -154,18 +173,20 @@ def _on(x):
 
 def _hopper(q, v, tables, window, softcap):
     """The module of Hopper kernels if they compute this, else None."""
-    if not q.is_cuda or os.environ.get("DUALKV_PORTABLE") == "1":
+    if not q.is_cuda or os.environ.get("DUALKV_PORTABLE") == "1" or not _is_hopper(q.device.index):
         return None
-    fits = q.shape[3] == v.shape[3] and q.shape[3] in (64, 128) and q.dtype in (torch.float16, torch.bfloat16)
-    if not fits or window is not None or softcap or has_hidden(tables):
-        return None
-    return _hopper_module(q.device.index)
+    hopper = _hopper_module()
+    fits = hopper and q.shape[3] == v.shape[3] and q.shape[3] in hopper.FORWARD and q.element_size() == 2
+    return hopper if fits and window is None and not softcap and not has_hidden(tables) else None
 
 
 @functools.cache
-def _hopper_module(device):
-    if torch.cuda.get_device_capability(device) != (9, 0) or torch.version.hip:
-        return None
+def _is_hopper(device):
+    return torch.cuda.get_device_capability(device) == (9, 0) and not torch.version.hip
+
+
+@functools.cache
+def _hopper_module():
     try:
         from dualkv_compile.kernels import hopper
     except ImportError:

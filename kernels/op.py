@@ -36,8 +36,12 @@ def shared_prompt_attention(q, k, v, plan, *, scale=None, window=None, softcap=N
     softmax's denominator, float32 (float64 for float64). Both are differentiable. ValueError on arguments that do not
     fit together. A query that sees no key has out = 0 and lse = -inf (with sinks: its head's sink), and no gradient.
 
-    Extra memory of the Triton backward: two float32 ``[H, T]``; nothing as large as q, unless the Hopper kernels are
-    given heads that do not lie side by side in memory, of which they take a copy.
+    Output, lse, dK, dV and dsinks are bitwise reproducible from run to run. dQ is so under
+    ``torch.use_deterministic_algorithms(True)``; by default the Hopper kernels at head dim 128 add it up in an order
+    that varies.
+
+    Extra memory of the Triton backward at its peak: two float32 ``[H, T]`` and, where dQ is added up, one float32 of
+    the size of q. The Hopper kernels copy q, k, v or dout if its heads do not lie side by side in memory.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     tables = plan.attention_tables()

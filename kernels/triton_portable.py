@@ -3,7 +3,8 @@
 Names: ``b_`` block, ``p_`` pointer, ``i_`` index, ``m_`` mask. ``BM`` queries and ``BN`` keys a block; ``DQ``, ``DV``
 head dims, ``BDQ``, ``BDV`` the powers of two that hold them. Tiles of ``TILE`` tokens come from the tables; a program
 takes ``BM`` (or ``BN``) tokens of one. Scores are in units of log2. Offsets are 64-bit. No atomics: every output
-element has one writer, and sums run in a fixed order.
+element has one writer, and sums run in a fixed order. What varies with the batch is not specialised on: a new length
+compiles nothing.
 """
 
 import triton
@@ -74,7 +75,7 @@ def _query_tile(p_tiles, H: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr):
     return pid % H, q0, q1, tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "T"])
 def forward(
     p_q, p_k, p_v, p_out, p_lse, p_sinks, p_tiles, p_column, p_end,
     scale, window, softcap, T, s_qh, s_qt, s_kh, s_kt, s_vh, s_vt,
@@ -124,7 +125,7 @@ def forward(
         _store_rows(p_out + head * DV, i_q, H * DV, b_acc, DV, BDV, m_q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "T4"])
 def statistics(
     p_out, p_dout, p_lse, p_dlse, p_delta, p_lse2, T, T4, s_doh, s_dot,
     H: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, DLSE: tl.constexpr,
@@ -144,7 +145,7 @@ def statistics(
     tl.store(p_lse2 + i_to, tl.load(p_lse + i_from, mask=m_q, other=0.0) * LOG2E, mask=i_q < T4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "T4"])
 def key_gradients(
     p_q, p_k, p_v, p_dout, p_dk, p_dv, p_lse2, p_delta, p_tiles, p_column, p_end,
     scale, window, softcap, T4, s_qh, s_qt, s_kh, s_kt, s_vh, s_vt, s_doh, s_dot,
@@ -203,7 +204,7 @@ def key_gradients(
         _store_rows(p_dv + kv_head * DV, i_k, HK * DV, b_dv, DV, BDV, m_k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "T4"])
 def query_gradients(
     p_q, p_k, p_v, p_dout, p_dq, p_lse2, p_delta, p_tiles, p_column, p_end,
     scale, window, softcap, T4, s_qh, s_qt, s_kh, s_kt, s_vh, s_vt, s_doh, s_dot,

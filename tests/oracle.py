@@ -123,7 +123,10 @@ def results(case, function, inputs, scale, with_dlse=True):
 
 
 def check(case, function, dtype, device="cpu", with_dlse=True, seed=0):
-    """Compare with float64: |got - f64| <= 2 (|low precision oracle - f64| + eps max|f64|), everything finite."""
+    """Compare with float64: |got - f64| <= 2 (|low precision oracle - f64| + eps max|f64|), everything finite.
+
+    In float32 and float64, where the oracle itself rounds no more than the order of a sum costs, 4 eps.
+    """
     scale = case.head_dim**-0.5
     low = case.inputs(dtype, device, seed)
     exact = [None if x is None else x.double() for x in low]
@@ -131,7 +134,7 @@ def check(case, function, dtype, device="cpu", with_dlse=True, seed=0):
     got = results(case, function, low, scale, with_dlse)
     # The oracle at the kernel's own precision: products of rounded inputs, statistics in float32.
     rough = results(case, lambda *a: attention(case, *a, scale), low, scale, with_dlse)
-    eps = torch.finfo(dtype).eps
+    eps = torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 4)
     for name, value in expected.items():
         mine = got[name].double()
         assert mine.shape == value.shape, name
@@ -139,7 +142,7 @@ def check(case, function, dtype, device="cpu", with_dlse=True, seed=0):
         assert torch.equal(torch.isfinite(mine), finite), f"{name}: not finite where it should be"
         value, mine, near = (x[finite] for x in (value, mine, rough[name].double()))
         if value.numel():
-            bound = 2 * ((near - value).abs().max() + 4 * eps * value.abs().max())
+            bound = 2 * ((near - value).abs().max() + eps * value.abs().max())
             error = (mine - value).abs().max()
             assert error <= bound, f"{name}: error {error:.3e} above {bound:.3e}, {case}, {dtype}"
     return got

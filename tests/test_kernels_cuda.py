@@ -26,11 +26,15 @@ CASES = {
 }
 
 
-@pytest.fixture(params=["auto", "portable"])
+@pytest.fixture(params=["auto", "deterministic", "portable"])
 def kernels(request, monkeypatch):
+    """ "auto" on Hopper adds dQ up by reduce-add at head dim 128, "deterministic" does not."""
     if request.param == "portable":
         monkeypatch.setenv("DUALKV_PORTABLE", "1")
-    return request.param
+    # Warnings only: the oracle's own products need not be reproducible.
+    torch.use_deterministic_algorithms(request.param == "deterministic", warn_only=True)
+    yield request.param
+    torch.use_deterministic_algorithms(False)
 
 
 def op(case, impl="triton"):
@@ -48,8 +52,10 @@ def op(case, impl="triton"):
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
 def test_head_dims(dims, dtype, kernels):
     case = Case(groups=RAGGED, head_dim=dims[0], value_dim=dims[1])
-    if kernels == "portable" and (dims[0] not in (64, 128) or dtype == torch.float32):
+    if kernels == "portable" and (dims not in [(64, 64), (128, 128), (256, 256)] or dtype == torch.float32):
         pytest.skip("auto takes the portable kernels already")
+    if kernels == "deterministic" and (dims != (128, 128) or dtype == torch.float32):
+        pytest.skip("auto is deterministic already")
     oracle.check(case, op(case), dtype, "cuda")
 
 
@@ -59,9 +65,9 @@ def test_features(name, dtype, kernels):
     oracle.check(CASES[name], op(CASES[name]), dtype, "cuda")
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_bitwise_reproducible(dim, kernels):
-    """Poison freed memory between runs: outputs and gradients must not move by a bit."""
+    """Poison freed memory between runs: outputs and gradients must not move by a bit, but for dQ by reduce-add."""
     case = Case(groups=((1000, (700, 300, 513)), (65, (2,))), heads=8, head_dim=dim, value_dim=dim)
     inputs = case.inputs(torch.bfloat16, "cuda")
     first = oracle.results(case, op(case), inputs, 1.0)
@@ -70,7 +76,8 @@ def test_bitwise_reproducible(dim, kernels):
         del poison
         again = oracle.results(case, op(case), inputs, 1.0)
         for name, value in first.items():
-            assert torch.equal(value, again[name]), name
+            if name != "dq" or dim != 128 or kernels != "auto":
+                assert torch.equal(value, again[name]), name
 
 
 def test_responses_do_not_see_each_other(kernels):
@@ -112,5 +119,9 @@ def test_offsets_beyond_int32(kernels):
     assert torch.equal(out_many[:, :, -small.num_tokens :], out_few)
     grads_few = torch.autograd.grad(out_few, few, dout)
     grads_many = torch.autograd.grad(out_many, many, tiled(dout).detach())
-    for one, other in zip(grads_few, grads_many, strict=True):
-        assert torch.equal(other[:, :, -small.num_tokens :], one)
+    for name, one, other in zip(("dq", "dk", "dv"), grads_few, grads_many, strict=True):
+        last = other[:, :, -small.num_tokens :]
+        if name == "dq" and kernels == "auto":
+            torch.testing.assert_close(last, one, rtol=2 * torch.finfo(one.dtype).eps, atol=1e-4)
+        else:
+            assert torch.equal(last, one), name
