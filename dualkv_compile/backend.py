@@ -114,15 +114,16 @@ class CompiledGraph:
                 ready = variant.prepare(args, plan)
                 if ready is not None and self._compiled(variant, known):
                     return variant.run(args, *ready)
-        reasons = [v.reason for v in known if isinstance(v, Refusal)] or ["what it needs of the data does not hold in this batch"]
+        refusals = [v for v in known if isinstance(v, Refusal)]
         blank = [self.names[i] for i, m in marks.items() if m.role == BLANK_OUTPUT]
         if blank:
+            reasons = [v.reason for v in refusals] or [_FALSE_FACTS]
             raise NotRewritten(
                 f"expected operations that provably ignore padding, as an earlier compiled piece left it out of {', '.join(blank)} "
                 f"(zeros stand there); got: {'; '.join(reasons)}. Compile both pieces as one, mask the padding, or, where zeros at "
                 "padding positions are right for what follows, pass dualkv_compile.unmark(tensor)"
             )
-        return self._dense(key, args, plan, reasons)
+        return self._dense(key, args, plan, refusals)
 
     def _make(self, args: Sequence[Any], marks: dict[int, Mark], plan: Plan, keep: bool) -> Variant:
         variant = Variant(self, args, marks, plan, keep)
@@ -144,7 +145,7 @@ class CompiledGraph:
             return step()
         except CannotDeduplicate as reason:
             log.info("%s: not packed (%s)", self.name, reason)
-            known.append(Refusal(keep, str(reason)))
+            known.append(Refusal(keep, str(reason), reason.sites_found))
             return None
         except (NotRewritten, torch.OutOfMemoryError):
             raise
@@ -172,10 +173,12 @@ class CompiledGraph:
             return self.plain(*args)
         return self._captured(args, self.plain_report)
 
-    def _dense(self, key: Any, args: Sequence[Any], plan: Plan, reasons: list[str]) -> Any:
+    def _dense(self, key: Any, args: Sequence[Any], plan: Plan, refusals: list[Refusal]) -> Any:
         if key not in self.dense_reports:
+            reasons = [v.reason for v in refusals] or [_FALSE_FACTS]
+            sites = max([_count_attention(self.gm), *(v.sites_found for v in refusals)])
             self.dense_reports[key] = self._record(Report(self.name, "dense", notes=reasons))
-            self.dense_reports[key].attention_sites = sites = _count_attention(self.gm)
+            self.dense_reports[key].attention_sites = sites
             self._complain(sites, 0, reasons)
         found = self.dense_reports[key]
         found.calls += 1
@@ -230,11 +233,14 @@ class CompiledGraph:
             warnings.warn(f"dualkv: {message}. The result is right, but the prompt is recomputed there.", stacklevel=2)
 
 
+_FALSE_FACTS = "what it needs of the data does not hold in this batch"
+
+
 class Refusal:
     """A way of packing that was tried and cannot be proved right."""
 
-    def __init__(self, keep: bool, reason: str):
-        self.keep, self.reason = keep, reason
+    def __init__(self, keep: bool, reason: str, sites_found: int = 0):
+        self.keep, self.reason, self.sites_found = keep, reason, sites_found
 
 
 class Variant:

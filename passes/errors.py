@@ -2,7 +2,12 @@
 
 
 class CannotDeduplicate(Exception):
-    """This graph (or this way of packing it) cannot be proved right; the message says why. Caught once, in the backend."""
+    """This graph (or this way of packing it) cannot be proved right; the message says why. Caught once, in the backend.
+
+    `sites_found`: the attention sites that were seen until then.
+    """
+
+    sites_found = 0
 
 
 class ReadsPadding(CannotDeduplicate):

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dualkv_compile.passes import masks, sites
 from dualkv_compile.passes.align import align
 from dualkv_compile.passes.convert import Converter
-from dualkv_compile.passes.errors import Barrier, ReadsPadding
+from dualkv_compile.passes.errors import Barrier, CannotDeduplicate, ReadsPadding
 from dualkv_compile.passes.graph import Emitter, Request, Window
 from dualkv_compile.passes.layout import Atom, Kind, Layout, Size, product
 from dualkv_compile.passes.regions import outline
@@ -123,7 +123,12 @@ def propagate(
     `token_inputs` names the placeholders that are marked; `fake_request` makes the fake tensor of an extra input.
     Raises CannotDeduplicate (ReadsPadding, where another packing may do) if the graph cannot be proved right as a whole.
     """
-    return Propagation(recorded, token_inputs, choice, fake_request).run()
+    walk = Propagation(recorded, token_inputs, choice, fake_request)
+    try:
+        return walk.run()
+    except CannotDeduplicate as error:
+        error.sites_found = walk.sites_found
+        raise
 
 
 class Propagation:

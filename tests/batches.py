@@ -61,14 +61,20 @@ def relative(a, b):
 
 
 def compare(
-    model, case, loss_of, logits_of, keys=("input_ids", "attention_mask"), options=None, reference=None, **extra
+    model, case, loss_of, logits_of, keys=("input_ids", "attention_mask"), options=None, reference=None, backend="dualkv", **extra
 ):
-    """(difference of logits at real positions, largest of any parameter's gradient, reports); `reference`: another model, same weights."""
+    """(difference of logits at real positions, largest of any parameter's gradient, reports); `reference`: another model, same weights.
+
+    Another `backend` gets the unmarked batch.
+    """
     torch._dynamo.reset()
     plain = {k: v for k, v in case["batch"].items() if k in keys}
     expected, expected_grads = gradients(reference or model, {**plain, **extra}, loss_of)
-    compiled = torch.compile(model, backend="dualkv", options={"inner_backend": "aot_eager", **(options or {})})
-    marked = mark(case, keys)
+    if backend == "dualkv":
+        compiled = torch.compile(model, backend="dualkv", options={"inner_backend": "aot_eager", **(options or {})})
+        marked = mark(case, keys)
+    else:
+        compiled, marked = torch.compile(model, backend=backend), plain
     actual, grads = gradients(model, {**marked, **extra}, loss_of, call=compiled)
     a, b = logits_of(actual), logits_of(expected)
     real = torch.ones(a.shape[:2], dtype=torch.bool)
