@@ -368,6 +368,7 @@ def main():
     wanted = [name.replace("/", ", ") for name in arguments.only.split(",")]
     about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     about |= {"cudnn": torch.backends.cudnn.version(), "python": platform.python_version(), "dim": arguments.dim}
+    about |= {"tables_100k_ms": tables_ms(Layout([(4096, [1024] * 16)] * 5))}  # 102 400 tokens
     about |= {"date": time.strftime("%Y-%m-%d")}
     print(json.dumps(about))
     ceiling = about["matmul_tflops"] = matmul_ceiling()
