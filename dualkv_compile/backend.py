@@ -255,7 +255,9 @@ class Variant:
         self.scalars = owner.scalars_of(args)
         recorded = simplify(trace(owner.captured(self.scalars), self.inputs.fake_mode, self.inputs.fakes))
         self.constants = dict(recorded.named_buffers())
-        first, mark = next(iter(marks.items()))
+        first, mark = next(((i, m) for i, m in marks.items() if m.row_dim != m.column_dim), (None, None))
+        if mark is None:
+            raise CannotDeduplicate("no input shows rows and columns apart")
         fake = self.inputs.fakes[first]
         self._rows, self._columns = fake.shape[mark.row_dim], fake.shape[mark.column_dim]
         tokens = {owner.names[i]: _token_input(m, args[i]) for i, m in marks.items()}

@@ -50,7 +50,7 @@ class Mark:
         shared: whether its values are equal, over the columns that the plan shares, in all rows of each group.
         reason: where they first differ, if they do; else None.
         row_dim, column_dim: the dimensions that index rows and columns: 0 and 1, or 1 and 2 for ``[3, B, S]`` position ids;
-            outputs of compiled pieces may have others between them (``[B, heads, S, D]``).
+            outputs of compiled pieces may have others between them (``[B, heads, S, D]``), or both in one (``[B*S, H]``).
         defining: whether this tensor is what the prompts are: never row-owned, a difference is an error.
     """
 
@@ -197,6 +197,8 @@ def mark_of(tensor):
     mark = getattr(tensor, _ATTRIBUTE, None)
     if mark is None or mark.is_fresh(tensor):
         return mark
+    if mark.role == OUTPUT and mark.column_dim != mark.row_dim + 1:  # written to since, in a shape that is not compared
+        return None
     with torch.inference_mode(False), torch.no_grad():
         mark = mark.renewed(tensor)
     setattr(tensor, _ATTRIBUTE, mark)

@@ -9,9 +9,9 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 
 class After(enum.Enum):
     """RETURNED: to the caller of what was compiled, who is promised zeros at padding positions.
-    CONTINUED: a graph break follows: any Python code of the program may read them.
-    SPLIT: another graph takes over, as the graph's frame was called by one that is compiled too, or as a wrapper
-    (DistributedDataParallel's optimizer) cut one graph into several. It is told by marks where padding is blank.
+    CONTINUED: a graph break follows, or the graph's frame returns into one that is compiled too: the rest of the program reads them.
+    SPLIT: a wrapper (DistributedDataParallel's optimizer) cut one graph into several, and this is not the last. The next one is told by
+    marks where padding is blank.
     """
 
     RETURNED = "returned"
@@ -24,9 +24,9 @@ def what_follows(gm):
     reason, is_part = getattr(gm, "compile_subgraph_reason", None), False
     if reason is None:  # only whole graphs have one
         reason, is_part = _reason_of_whole(), True
-    if reason is None or reason.graph_break:
+    if reason is None or reason.graph_break or _is_called_by_compiled_code():
         return After.CONTINUED
-    return After.SPLIT if is_part or _is_called_by_compiled_code() else After.RETURNED
+    return After.SPLIT if is_part else After.RETURNED
 
 
 def _frames():

@@ -24,7 +24,7 @@ import torch.fx as fx
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dualkv_compile.passes import masks, sites
+from dualkv_compile.passes import masks, routing, sites
 from dualkv_compile.passes.align import align
 from dualkv_compile.passes.convert import Converter
 from dualkv_compile.passes.errors import Barrier, CannotDeduplicate, ReadsPadding
@@ -41,7 +41,8 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class TokenInput:
-    """A placeholder that carries a mark: where its rows are, whether its shared prompt columns are equal in each group."""
+    """A placeholder that carries a mark: where its rows and columns are (one dimension, if they are flattened), and whether its shared
+    prompt columns are equal in each group."""
 
     row_dim: int = 0
     column_dim: int = 1
@@ -194,10 +195,15 @@ class Propagation:
         layout = Layout.plain(fake.shape)
         if mark is not None:
             dims = list(layout.dims)
-            dims[mark.row_dim] = (Atom(Kind.ROW, self.choice.num_rows),)
-            dims[mark.column_dim] = (Atom(Kind.COLUMN, self.choice.num_columns),)
+            rows, columns = Atom(Kind.ROW, self.choice.num_rows), Atom(Kind.COLUMN, self.choice.num_columns)
+            if mark.row_dim == mark.column_dim:
+                dims[mark.row_dim] = (rows, columns)
+                if not fake.shape[mark.row_dim] == rows.size * columns.size:  # asked once, so that it is known from here on
+                    raise CannotDeduplicate("an output of an earlier piece has another number of tokens")
+            else:
+                dims[mark.row_dim], dims[mark.column_dim] = (rows,), (columns,)
+                light = light or len(dims) == 2
             layout = Layout(tuple(dims))
-            light = light or len(dims) == 2
         value = Value(node, layout, dense=new, light=light, pure=True)
         if mark is not None:
             value.shared, value.tainted = mark.shared, mark.blank
@@ -211,6 +217,8 @@ class Propagation:
         try:
             if any(v.score is not None for v in op.values):
                 result = sites.through_scores(self, op)
+            elif any(v.routed is not None for v in op.values):
+                result = routing.through_routing(self, op)
             elif node.target is torch.ops.dualkv.attention_site.default:
                 self.sites_found += 1
                 result = sites.attention_call(self, op)
@@ -307,7 +315,7 @@ class Propagation:
         """Whether the dense form of a value that has none yet will lack the unmarked batch's numbers at padding positions."""
         if value.dense is not None:
             return False
-        if value.score is not None:
+        if value.score is not None or value.routed is not None:
             return self.choice.drops_padding
         return self.window_is_padded(value.window)
 
@@ -404,7 +412,7 @@ class Propagation:
     def dense(self, value: Value) -> fx.Node:
         if value.dense is not None:
             return value.dense
-        if value.score is not None:
+        if value.score is not None or value.routed is not None:
             value.dense = self.emit_dense(value.node)
             return value.dense
         return self.convert.unpack(value)
@@ -441,8 +449,9 @@ class Propagation:
         blank, is_told = value.tainted or self.loses_padding(value), False
         if value.is_token and value.shared:
             row_dim, column_dim = value.layout.dim_of(Kind.ROW), value.layout.dim_of(Kind.COLUMN)
-            apart = len(value.layout.dims[row_dim]) == len(value.layout.dims[column_dim]) == 1
-            if apart and row_dim < column_dim and value.window == Window.of(0, self.choice.num_columns):
+            kinds = [[a.kind for a in value.layout.dims[d]] for d in (row_dim, column_dim)]
+            apart = kinds == [[Kind.ROW], [Kind.COLUMN]] and row_dim < column_dim
+            if (apart or kinds[0] == [Kind.ROW, Kind.COLUMN]) and value.window == Window.of(0, self.choice.num_columns):
                 self.token_outputs.append(TokenOutput(index, row_dim, column_dim, blank))
                 is_told = True
         if blank and self.choice.feeds_pieces and not is_told:

@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
 
-from dualkv_compile.passes import masks, sites
+from dualkv_compile.passes import masks, routing, sites
 from dualkv_compile.passes.align import align_batch
 from dualkv_compile.passes.errors import Barrier
 from dualkv_compile.passes.graph import Request, Window
@@ -441,7 +441,7 @@ def along_dim(op: Op) -> Result:
 
 
 @rule(aten.sort.default, aten.sort.stable, aten.topk.default, aten.flip.default)
-def within_dim(op: Op) -> Result:
+def within_dim(op: Op) -> Result | list[Value]:
     x = op.args[0]
     if op.target is aten.topk.default:
         dims, outputs = [op.arg(2, -1)], 2
@@ -450,6 +450,8 @@ def within_dim(op: Op) -> Result:
     else:
         dims, outputs = [op.kwargs.get("dim", op.arg(1, -1))], 2
     dims = [_dim(op, d) for d in dims]
+    if op.target in (aten.sort.default, aten.sort.stable) and op.engine.runs_packed(x) and len(x.layout.dims) == 1 and x.is_token:
+        return routing.sort(op)
     _keep_tokens_apart(op, x, dims)
     layout = x.layout
     for d in dims:

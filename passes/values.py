@@ -26,6 +26,8 @@ class Value:
     packed: fx.Node | None = None
     dense: fx.Node | None = None
     score: Any = None
+    # packed, in an order of its own that only `dualkv_compile.passes.routing` understands; dense, it is computed anew
+    routed: Any = None
     # token values: equal in all copies of a packed token. False: each row has its own, so the value is dense
     shared: bool = True
     # dense, and computed without parameters: small enough to be kept dense until a packed value meets it
