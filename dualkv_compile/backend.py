@@ -266,7 +266,6 @@ class Variant:
             num_columns=self._columns,
             padding=plan.padding,
             keep_padding=keep,
-            owned=plan.owned,
             window_has_padding=lambda w: not _is_unpadded(plan, *self._now(w)),
             num_tables=NUM_TABLES,
             attention_impl=owner.options.attention,
@@ -441,7 +440,7 @@ class Variant:
         else:
             outputs = self.compiled(*args, *extra)
         for token in self.rewrite.token_outputs:
-            mark_output(outputs[token.index], plan, token.row_dim, token.column_dim, token.blank)
+            mark_output(outputs[token.index], plan, token.row_dim, token.column_dim, token.blank, token.reach)
         return outputs
 
 
@@ -478,6 +477,7 @@ def _token_input(mark: Mark, tensor: torch.Tensor) -> TokenInput:
         mark.shared and rows_share_gradient(tensor, mark),
         mark.role == "attention_mask",
         mark.role == BLANK_OUTPUT,
+        mark.reach,
     )
 
 

@@ -3,7 +3,7 @@
 1. ``facts_of`` finds, for every row, its real columns, its group and the first columns that are wrong or differ, and
    copies them to the host at once.
 2. ``check_facts`` raises for the first thing that is wrong, naming rows and columns.
-3. ``row_owned_reasons`` says which tensors differ inside a shared prompt.
+3. ``sharing_of`` says which tensors differ inside a shared prompt.
 
 ``compare_with_plan`` and ``check_same_padding`` look at one tensor again when a plan exists.
 """
@@ -111,8 +111,7 @@ def facts_of(rows, prompt_length, group_size, group_ids, validate):
     compared = {}
     for entry in rows.entries:
         if entry.tensor.device == device and _is_compared(entry, validate):
-            limit = lengths if entry.defining else lengths - OWNED
-            compared[id(entry.tensor)] = _first_difference(entry.values, first_rows, limit)
+            compared[id(entry.tensor)] = _first_difference(entry.values, first_rows, lengths)
     table = torch.stack([lengths, starts, stops, holes, odd, first_rows, *compared.values()]).cpu().numpy()
     return Facts(*table[:6], differs=dict(zip(compared, table[6:], strict=True)))
 
@@ -268,44 +267,61 @@ def check_facts(rows, facts):
 def _describe_difference(entry, facts):
     """Where an entry first differs in a group, in words; None if nowhere, or if it was not compared."""
     differs = facts.differs.get(id(entry.tensor))
-    return None if differs is None else _in_words(entry, differs, facts.first_rows)
+    return None if differs is None else _in_words(entry, differs, facts.first_rows, facts.lengths)
 
 
-def _in_words(entry, differs, first_rows):
-    wrong = differs < entry.values.shape[1]
+def _in_words(entry, differs, first_rows, limit):
+    wrong = differs < limit
     if not wrong.any():
         return None
     row = int(np.argmax(wrong))
     return f"{name_of(entry.role)} different in rows {first_rows[row]} and {row} at column {differs[row]}"
 
 
-def row_owned_reasons(rows, facts, plan, validate):
-    """Per entry: None if its values are shared, else where they differ."""
-    reasons = []
+@dataclass(frozen=True)
+class Sharing:
+    """What of a tensor is equal in all rows of a group.
+
+    ``reason``: where the shared prompt columns first differ, None if nowhere. ``reach``: how many of the prompt columns that
+    each row owns are equal as well, so that a shared token may read the value that stands so many columns after it.
+    """
+
+    reason: str | None
+    reach: int
+
+
+def _sharing(entry, differs, first_rows, prompt_ends):
+    everywhere = not (differs < prompt_ends).any()
+    return Sharing(_in_words(entry, differs, first_rows, prompt_ends - OWNED), OWNED if everywhere else 0)
+
+
+def sharing_of(rows, facts, plan, validate):
+    """The Sharing of each entry."""
+    sharing = []
     for entry in rows.entries:
-        on_another_device = _is_compared(entry, validate) and id(entry.tensor) not in facts.differs
-        if on_another_device:
-            reasons.append(compare_with_plan(entry, plan.on(entry.tensor.device)))
+        if id(entry.tensor) in facts.differs:
+            sharing.append(_sharing(entry, facts.differs[id(entry.tensor)], facts.first_rows, facts.lengths))
+        elif _is_compared(entry, validate):  # it lives on another device
+            sharing.append(compare_with_plan(entry, plan.on(entry.tensor.device)))
         else:
-            reasons.append(_describe_difference(entry, facts))
-    return reasons
+            sharing.append(Sharing(None, OWNED))
+    return sharing
 
 
 # ------------------------------------------------------------------------------------------- later: a tensor and a plan
 
 
 def compare_with_plan(entry, plan):
-    """The reason why an entry is row-owned, or None; PromptMismatch if it must not be. One synchronisation."""
-    limit = plan.prompt_ends - (0 if entry.defining else plan.owned)
-    facts = to_device(np.stack([plan.first_rows, limit]), plan.device)
+    """The Sharing of an entry; PromptMismatch if it has to be equal and is not. One synchronisation."""
+    facts = to_device(np.stack([plan.first_rows, plan.prompt_ends]), plan.device)
     differs = _first_difference(entry.values, *facts).cpu().numpy()
-    difference = _in_words(entry, differs, plan.first_rows)
+    difference = _in_words(entry, differs, plan.first_rows, plan.prompt_ends)
     if entry.defining and difference is not None:
         raise PromptMismatch(
             f"expected the shared prompts that were marked, got {difference}: it was written to since. "
             "Call mark_shared_prompt after the last write, or unmark it."
         )
-    return difference
+    return _sharing(entry, differs, plan.first_rows, plan.prompt_ends)
 
 
 def check_same_padding(mask, plan):

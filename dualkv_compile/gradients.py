@@ -36,4 +36,4 @@ def _is_lookup(node, plan):
     indices = node._saved_indices
     if tuple(indices.shape) != (plan.num_rows, plan.num_columns):
         return False
-    return compare_with_plan(Entry("the indices of an embedding", indices), plan.on(indices.device)) is None
+    return compare_with_plan(Entry("the indices of an embedding", indices), plan.on(indices.device)).reason is None

@@ -24,6 +24,7 @@ from dualkv_compile.facts import (
     OWNED,
     Entry,
     Rows,
+    Sharing,
     check_facts,
     check_mask_type,
     check_same_padding,
@@ -31,7 +32,7 @@ from dualkv_compile.facts import (
     facts_of,
     is_named,
     name_of,
-    row_owned_reasons,
+    sharing_of,
 )
 from dualkv_compile.plan import Plan
 
@@ -49,18 +50,20 @@ class Mark:
         role: the tensor's key in the batch ("input_ids", "attention_mask", …); None for a batch that is one tensor.
         shared: whether its values are equal, over the columns that the plan shares, in all rows of each group.
         reason: where they first differ, if they do; else None.
+        reach: how many of the prompt columns that each row owns hold equal values too.
         row_dim, column_dim: the dimensions that index rows and columns: 0 and 1, or 1 and 2 for ``[3, B, S]`` position ids;
             outputs of compiled pieces may have others between them (``[B, heads, S, D]``), or both in one (``[B*S, H]``).
         defining: whether this tensor is what the prompts are: never row-owned, a difference is an error.
     """
 
-    __slots__ = ("_identity", "_tensor", "column_dim", "defining", "gradient", "plan", "reason", "role", "row_dim", "shared")
+    __slots__ = ("_identity", "_tensor", "column_dim", "defining", "gradient", "plan", "reach", "reason", "role", "row_dim", "shared")
 
-    def __init__(self, plan, role, reason, row_dim, defining, tensor, column_dim=None):
-        self.plan, self.role, self.reason, self.row_dim = plan, role, reason, row_dim
+    def __init__(self, plan, role, sharing, row_dim, defining, tensor, column_dim=None):
+        self.plan, self.role, self.row_dim = plan, role, row_dim
+        self.reason, self.reach = sharing.reason, sharing.reach
         self.column_dim = row_dim + 1 if column_dim is None else column_dim
         self.gradient = None
-        self.shared = reason is None
+        self.shared = self.reason is None
         self.defining = defining
         self._tensor, self._identity = weakref.ref(tensor), _identity(tensor)
 
@@ -80,17 +83,17 @@ class Mark:
         plan = plan.on(tensor.device)
         if self.role == "attention_mask":
             check_same_padding(tensor, plan)
-            reason = None
+            sharing = Sharing(None, OWNED)
         else:
-            reason = compare_with_plan(Entry(self.role, tensor, self.row_dim, self.defining), plan)
-        return Mark(plan, self.role, reason, self.row_dim, self.defining, tensor)
+            sharing = compare_with_plan(Entry(self.role, tensor, self.row_dim, self.defining), plan)
+        return Mark(plan, self.role, sharing, self.row_dim, self.defining, tensor)
 
     # A copy starts without an identity: it is validated when it is first looked at.
     def __getstate__(self):
-        return self.plan, self.role, self.reason, self.row_dim, self.defining, self.column_dim
+        return self.plan, self.role, self.reason, self.reach, self.row_dim, self.defining, self.column_dim
 
     def __setstate__(self, state):
-        self.plan, self.role, self.reason, self.row_dim, self.defining, self.column_dim = state
+        self.plan, self.role, self.reason, self.reach, self.row_dim, self.defining, self.column_dim = state
         self.shared = self.reason is None
         self.gradient = None
         self._tensor, self._identity = _no_tensor, None
@@ -159,10 +162,10 @@ def mark_shared_prompt(batch, prompt_length, *, group_size=None, group_ids=None,
         plan = Plan(
             facts.groups(), rows.num_columns, facts.lengths, facts.starts, facts.stops, owned=OWNED, device=rows.device
         )
-        reasons = row_owned_reasons(rows, facts, plan, validate)
+        sharing = sharing_of(rows, facts, plan, validate)
     unmark(batch)
-    for entry, reason in zip(rows.entries, reasons, strict=True):
-        mark = Mark(plan.on(entry.tensor.device), entry.role, reason, entry.row_dim, entry.defining, entry.tensor)
+    for entry, shared in zip(rows.entries, sharing, strict=True):
+        mark = Mark(plan.on(entry.tensor.device), entry.role, shared, entry.row_dim, entry.defining, entry.tensor)
         setattr(entry.tensor, _ATTRIBUTE, mark)
     return batch
 
@@ -179,9 +182,10 @@ def unmark(batch):
 OUTPUT, BLANK_OUTPUT = "output of a compiled piece", "output of a compiled piece, padding blank"
 
 
-def mark_output(tensor, plan, row_dim, column_dim, blank):
+def mark_output(tensor, plan, row_dim, column_dim, blank, reach):
     """Marks a tensor that a rewritten graph returned: by construction equal in all rows of a group."""
-    setattr(tensor, _ATTRIBUTE, Mark(plan, BLANK_OUTPUT if blank else OUTPUT, None, row_dim, False, tensor, column_dim))
+    role = BLANK_OUTPUT if blank else OUTPUT
+    setattr(tensor, _ATTRIBUTE, Mark(plan, role, Sharing(None, reach), row_dim, False, tensor, column_dim))
 
 
 def is_marked(tensor):

@@ -10,28 +10,29 @@ from dualkv_compile.passes.layout import Atom, Dim, Kind, Size, is_constant, ove
 from dualkv_compile.passes.values import Value
 
 
-def align(operands: Sequence[Value], rank: int, owned: int) -> tuple[tuple[Dim, ...], str | None]:
+def align(operands: Sequence[Value], rank: int) -> tuple[tuple[Dim, ...], str | None]:
     """The dims of an element-wise result of `rank` dimensions, and why its copies differ from row to row (None if they do not).
 
-    Packed operands decide which columns the result stands for. A dense operand may stand for later columns by up to `owned`, the number of
-    prompt tokens that each row owns: the label of the last shared prompt token is the first owned one, the same in all rows.
+    Packed operands, or else those that lack numbers at padding, decide which columns the result stands for. A dense operand may stand for
+    later columns by up to its `reach`: the label of the last shared prompt token is the first one that each row owns, mostly the same in
+    all rows.
     Raises Barrier where token dimensions of different meaning meet.
     """
     dims: list[Dim] = []
     unshared = None
-    packed = next((v for v in operands if v.is_packed), None)
+    leader = next((v for v in operands if v.is_packed), None) or next((v for v in operands if v.tainted and v.is_token), None)
     for position in range(rank):
         here = [(v, v.layout.dims[position - rank]) for v in operands if len(v.layout.dims) >= rank - position]
         tokens = [(v, d) for v, d in here if over_tokens(d)]
         if not tokens:
             dims.append(_merge_plain([d for _, d in here]))
             continue
-        lead = next((d for v, d in tokens if v is packed), None) or _furthest([d for _, d in tokens])
+        lead = next((d for v, d in tokens if v is leader), None) or _furthest([d for _, d in tokens])
         for _, dim in tokens:
             lead = _varying(lead, dim)
         for value, dim in here:
             if over_tokens(dim):
-                unshared = _same_tokens(value, dim, lead, packed is not None, owned) or unshared
+                unshared = _same_tokens(value, dim, lead, leader is not None) or unshared
             elif not constant_over_tokens(dim, lead) and not (len(lead) == 1 and lead[0].kind is Kind.COLUMN):
                 unshared = f"meets data that differs from row to row ({value.node})"
             elif value.is_token and dim and not is_constant(dim):
@@ -85,17 +86,17 @@ def _furthest(dims: list[Dim]) -> Dim:
     return best
 
 
-def _same_tokens(value: Value, dim: Dim, lead: Dim, any_packed: bool, owned: int) -> str | None:
+def _same_tokens(value: Value, dim: Dim, lead: Dim, is_led: bool) -> str | None:
     if not _alike(dim, lead):
         raise Barrier(f"aligns different token dimensions ({value.node})")
     for a, b in zip(dim, lead, strict=True):
         if a.kind is Kind.COLUMN and value.tainted and not same(a.offset, b.offset):
             raise Barrier("reads another column than its own, which may be padding that was left out")
-        if a.kind is Kind.COLUMN and any_packed:
+        if a.kind is Kind.COLUMN and is_led:
             ahead = _difference(a.offset, b.offset)
             if value.is_packed and ahead != 0:
                 raise Barrier("combines packed tokens of different columns")
-            if ahead is None or ahead > owned:
+            if ahead is None or ahead > value.reach:
                 return f"reads a column that each row has its own value of ({value.node})"
     return None
 

@@ -29,7 +29,7 @@ from dualkv_compile.passes.align import align
 from dualkv_compile.passes.convert import Converter
 from dualkv_compile.passes.errors import Barrier, CannotDeduplicate, ReadsPadding
 from dualkv_compile.passes.graph import Emitter, Request, Window
-from dualkv_compile.passes.layout import Atom, Kind, Layout, Size, product
+from dualkv_compile.passes.layout import Atom, Kind, Layout, Size, over_tokens, product
 from dualkv_compile.passes.regions import outline
 from dualkv_compile.passes.rules import RULES, Op, Result
 from dualkv_compile.passes.simplify import writes
@@ -49,6 +49,7 @@ class TokenInput:
     shared: bool = True
     is_padding_mask: bool = False
     blank: bool = False  # its padding positions hold zeros, not what the unmarked batch has there
+    reach: int = 0  # how many of the prompt columns that each row owns are equal in all rows of a group as well
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,7 @@ class TokenOutput:
     row_dim: int
     column_dim: int
     blank: bool
+    reach: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,6 @@ class PackingChoice:
     num_columns: Size
     padding: str
     keep_padding: bool
-    owned: int
     window_has_padding: Callable[[Window], bool]
     num_tables: int
     attention_impl: str = "auto"
@@ -206,7 +207,7 @@ class Propagation:
             layout = Layout(tuple(dims))
         value = Value(node, layout, dense=new, light=light, pure=True)
         if mark is not None:
-            value.shared, value.tainted = mark.shared, mark.blank
+            value.shared, value.tainted, value.reach = mark.shared, mark.blank, mark.reach
         value.element = masks.input_element(node, "padding_mask" if mark is not None and mark.is_padding_mask else "data")
         return value
 
@@ -269,7 +270,8 @@ class Propagation:
         tainted, zero = self.is_tainted(op), self.still_zero(op)
         dense = self.emit_dense(op.node)
         light, pure = all(v.light for v in op.values), all(v.pure for v in op.values)
-        values = self.wrap(op, result, dense=dense, shared=shared, light=light, pure=pure, tainted=tainted)
+        reach = min((v.reach for v in op.values if v.is_token), default=0)
+        values = self.wrap(op, result, dense=dense, shared=shared, light=light, pure=pure, tainted=tainted, reach=reach)
         if isinstance(values, Value):
             values.zero_at_padding = zero
         return values
@@ -358,7 +360,7 @@ class Propagation:
 
     def zero_fact(self, nonzero: fx.Node, layout: Layout, window: Window) -> fx.Node | None:
         """The fact "`nonzero`, which broadcasts against a token layout, is False wherever there is padding"."""
-        if not self.choice.drops_padding:
+        if not self.choice.drops_padding or any(len({over_tokens((a,)) for a in dim}) > 1 for dim in layout.dims):
             return None
         e = self.emitter
         valid = self.convert.valid(layout, window)
@@ -370,7 +372,7 @@ class Propagation:
     # -- what rules and sites call -----------------------------------------------------------------------------------------
 
     def align(self, operands: Sequence[Value], rank: int):
-        return align(operands, rank, self.choice.owned)
+        return align(operands, rank)
 
     def read_dense(self, value: Value, op: Op, reason: str) -> fx.Node:
         """A packed value unpacked for an operation that reads all its positions."""
@@ -452,7 +454,7 @@ class Propagation:
             kinds = [[a.kind for a in value.layout.dims[d]] for d in (row_dim, column_dim)]
             apart = kinds == [[Kind.ROW], [Kind.COLUMN]] and row_dim < column_dim
             if (apart or kinds[0] == [Kind.ROW, Kind.COLUMN]) and value.window == Window.of(0, self.choice.num_columns):
-                self.token_outputs.append(TokenOutput(index, row_dim, column_dim, blank))
+                self.token_outputs.append(TokenOutput(index, row_dim, column_dim, blank, value.reach))
                 is_told = True
         if blank and self.choice.feeds_pieces and not is_told:
             raise self.reads_padding(Op(self, node), "goes to another piece of the program")

@@ -30,6 +30,8 @@ class Value:
     routed: Any = None
     # token values: equal in all copies of a packed token. False: each row has its own, so the value is dense
     shared: bool = True
+    # dense token values: how many columns after a shared token its value is equal in all rows still
+    reach: int = 0
     # dense, and computed without parameters: small enough to be kept dense until a packed value meets it
     light: bool = False
     # dense, and computed from the graph's inputs alone, nothing packed before it: usable in a fact

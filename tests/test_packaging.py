@@ -38,7 +38,7 @@ def source(tmp_path):
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         (source / name).write_bytes((ROOT / name).read_bytes())
-    for folder in ("dualkv_compile", "passes", "kernels"):
+    for folder in ("dualkv_compile", "dualkv_compile/integrations", "passes", "kernels"):
         (source / folder).mkdir()
         for file in (ROOT / folder).glob("*.py"):
             (source / folder / file.name).write_bytes(file.read_bytes())

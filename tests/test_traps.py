@@ -240,6 +240,38 @@ def test_compiled_code_reads_padding_that_was_left_out():
     assert torch.equal(second(dualkv_compile.unmark(logits)), logits - logits.mean(0))
 
 
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.logits = nn.Embedding(32, 16).double(), nn.Linear(16, 32).double()
+
+    def forward(self, input_ids, weights, labels):
+        logp = self.logits(self.tokens(input_ids).tanh()).log_softmax(-1)[:, :-1]
+        chosen = logp.gather(-1, input_ids[:, 1:, None]).squeeze(-1) * weights[:, 1:]
+        return chosen, F.cross_entropy(logp.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("column", [2, 3, 4])
+@pytest.mark.parametrize("role", ["weights", "labels", None])
+def test_data_read_one_column_ahead(role, column):
+    """The prompt has 4 tokens: column 3 is each row's own, yet column 2, which is shared, reads it."""
+    torch.manual_seed(0)
+    ids = torch.randint(32, (1, 8)).repeat(3, 1)
+    ids[:, 4:] = torch.randint(32, (3, 4))
+    batch = {"input_ids": ids, "weights": torch.rand(1, 8, dtype=torch.double).repeat(3, 1), "labels": ids.clone()}
+    if role is not None:
+        batch[role][:, column] = torch.tensor([1, 2, 3])
+    model = Weighted()
+    reference = copy.deepcopy(model)
+    sum(x.sum() for x in reference(**batch)).backward()
+    dualkv_compile.mark_shared_prompt(batch, 4, group_size=3)
+    sum(x.sum() for x in torch.compile(model, backend="dualkv", options={"inner_backend": "aot_eager"})(**batch)).backward()
+    assert max(relative(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True)) < 1e-12
+    (report,) = dualkv_compile.reports()
+    own = [b for b in report.barriers if "reduces the loss" not in b.reason]
+    assert report.packed_tokens == 3 + 3 * 5 and bool(own) == (role is not None and column in (2, 3))
+
+
 MOVES = {
     "columns of an embedding": lambda x: (x[:, :-1] * x[:, :-1].sigmoid(), 0),
     "previous state": lambda x: (x + F.pad(x, (0, 0, 1, -1)), 0),
