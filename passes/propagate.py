@@ -441,6 +441,8 @@ class Propagation:
 
     def result(self, index: int, node: Any) -> Any:
         value = self.values[node] if isinstance(node, fx.Node) else node
+        if isinstance(value, torch.SymInt):
+            return self.emitter.size(value)
         if not isinstance(value, Value):
             return value
         if value.score is not None:
