@@ -15,9 +15,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import dualkv_compile
 
 DIGITS, EOS, PAD, VOCABULARY = 10, 10, 11, 12
-PROMPTS, GROUP = 4, 8  # prompts a step, responses to each
-SHORTEST, LONGEST, RESPONSE = 24, 40, 8  # tokens of a prompt (left-padded) and, at most, of a response (right-padded)
-EPOCHS, CLIP, LEARNING_RATE = 2, 0.2, 2e-3
+PROMPTS, GROUP = 8, 8  # prompts a step, responses to each
+SHORTEST, LONGEST, RESPONSE = 24, 40, 6  # tokens of a prompt (left-padded) and, at most, of a response (right-padded)
+EPOCHS, CLIP, LEARNING_RATE = 2, 0.2, 1e-3
 
 
 def make_policy():
