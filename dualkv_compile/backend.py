@@ -22,7 +22,7 @@ import torch.fx as fx
 
 import dualkv_compile.kernels  # noqa: F401  registers dualkv::shared_prompt_attention
 import dualkv_compile.unpack  # noqa: F401  registers dualkv::unpack
-from dualkv_compile import dump, inner, report
+from dualkv_compile import detect, dump, inner, report
 from dualkv_compile.errors import InternalErrorWarning, InvalidMark, NotRewritten
 from dualkv_compile.gradients import rows_share_gradient
 from dualkv_compile.kernels.tables import FACTS, NUM_TABLES, table_specs
@@ -80,7 +80,7 @@ class CompiledGraph:
         self.dense_reports: dict[Any, Report] = {}
         self.warned = False
         examples = [_example(n) for n in placeholders]
-        if not any(is_marked(examples[i]) for i in self.candidates):
+        if not options.detect and not any(is_marked(examples[i]) for i in self.candidates):
             self.plain = inner.in_context(gm, example_inputs, options.inner_backend, options.inductor)
             self.plain_report = self._record(Report(self.name, compilations=1))
 
@@ -90,6 +90,7 @@ class CompiledGraph:
             mark = mark_of(args[i])
             if mark is not None:
                 marks[i] = mark
+        marks = detect.settled(marks, self.names, self.candidates, args, self.options)
         if not marks:
             return self._plain(args)
         plan = self._common_plan(marks, args)
