@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dualkv_compile.facts import INTEGERS, OWNED, _bits, _padding_facts
+from dualkv_compile.facts import INTEGERS, OWNED, Sharing, _bits, _padding_facts
 from dualkv_compile.marks import _ATTRIBUTE, Mark
 from dualkv_compile.plan import Plan
 
@@ -100,7 +100,7 @@ def _examined(entries: dict[int, int], names: Sequence[str], args: Sequence[Any]
     marks = {}
     for i, row_dim in entries.items():
         role = "attention_mask" if i == mask else names[i]
-        marks[i] = DetectedMark(plan, role, None, row_dim, False, tensors[i])
+        marks[i] = DetectedMark(plan, role, Sharing(None, OWNED), row_dim, False, tensors[i])
         setattr(tensors[i], _ATTRIBUTE, marks[i])
     return marks
 
