@@ -235,14 +235,13 @@ def columns(op: Op, x: Value, dim: int, start: Size, size: Size) -> Result | Val
     """x[..., start : start + size, ...] of a column dimension."""
     atom = x.layout.dims[dim][0]
     layout = _with_dim(x.layout, dim, (_column(op, size, atom.offset + start),))
-    if not op.engine.runs_packed(x):
+    if not x.is_packed:
         if same(size, 1):
             raise Barrier("takes a single column")
         return op.engine.dense_result(op, Result(layout), shared=x.shared)
     window = Window.of(atom.offset + start, size)
     index = op.engine.emitter.request(Request("subselect", window, base=x.window))
-    whole = op.operand(x, x.layout.dims, x.window)
-    packed = op.engine.emitter.call(aten.index_select.default, whole, dim, index)
+    packed = op.engine.emitter.call(aten.index_select.default, x.packed, dim, index)
     value = Value(op.node, layout, packed=packed)
     if not same(size, 1):
         return value
