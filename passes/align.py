@@ -48,7 +48,9 @@ def align_batch(a: Dim, b: Dim) -> Dim:
             raise Barrier("pairs different token dimensions")
         return _varying(a, b)
     if not over_tokens(a) and not over_tokens(b):
-        return a if a and not is_constant(a) else b
+        if is_constant(a) or is_constant(b):
+            return b if is_constant(a) else a
+        return _varying(a, b) if _alike(a, b) else (Atom(Kind.FEATURE, product(x.size for x in a)),)
     lead, other = (a, b) if over_tokens(a) else (b, a)
     if not constant_over_tokens(other, lead):
         raise Barrier("meets a batch of matrices that differs from row to row")

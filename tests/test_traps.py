@@ -415,3 +415,20 @@ def test_an_internal_error_is_loud_and_leaves_the_batch_right(monkeypatch):
     strict = torch.compile(model, backend="dualkv", options={"inner_backend": "aot_eager", "strict": True})
     with pytest.raises(RuntimeError, match="out of order"):
         strict(**mark(case))
+
+
+def test_a_product_of_what_repeats_and_what_varies_over_the_rows():
+    """Both batches are flattened rows and heads: one is the same in all rows, the other is not, and so is their product."""
+
+    def program(x, shared, own):
+        b, s, _ = x.shape
+        product = shared.view(1, 2, 4, 8).expand(b, 2, 4, 8) @ own.view(b, 2, 8, 4)
+        return x.view(b, s, 2, 4).transpose(1, 2).tanh() + product.mean(-2, keepdim=True)
+
+    torch.manual_seed(0)
+    x = torch.randn(1, 6, 8, dtype=torch.double).repeat(3, 1, 1)
+    shared, own = torch.randn(8, 8, dtype=torch.double), torch.randn(3, 64, dtype=torch.double)
+    marked = dualkv_compile.mark_shared_prompt({"inputs_embeds": x}, 4, group_size=3)["inputs_embeds"]
+    actual = torch.compile(program, backend="dualkv", options={"inner_backend": "aot_eager"})(marked, shared, own)
+    assert relative(actual, program(x, shared, own)) < 1e-12
+    assert "differs from row to row" in dualkv_compile.reports()[0].barriers[0].reason
