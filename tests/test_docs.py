@@ -73,7 +73,7 @@ def test_transcript(command, output):
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
 def test_example(path):
     env = {**os.environ, "DUALKV_INNER_BACKEND": "aot_eager", "DUALKV_STRICT": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     assert re.search(r"attention sites +(\d+) of \1 rewritten", done.stdout), done.stdout
 
