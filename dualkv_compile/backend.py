@@ -35,7 +35,7 @@ from dualkv_compile.passes.simplify import simplify
 from dualkv_compile.passes.trace import trace
 from dualkv_compile.plan import Plan
 from dualkv_compile.report import Report
-from dualkv_compile.surroundings import After, what_follows
+from dualkv_compile.surroundings import After, placeholders_of_whole, what_follows
 
 log = logging.getLogger(__name__)
 _graph_ids = itertools.count()
@@ -79,8 +79,7 @@ class CompiledGraph:
         self.variants: dict[Any, list[Variant | Refusal]] = {}
         self.dense_reports: dict[Any, Report] = {}
         self.warned = False
-        examples = [_example(n) for n in placeholders]
-        if not options.detect and not any(is_marked(examples[i]) for i in self.candidates):
+        if not options.detect and not any(is_marked(_example(n)) for n in placeholders_of_whole(gm)):
             self.plain = inner.in_context(gm, example_inputs, options.inner_backend, options.inductor)
             self.plain_report = self._record(Report(self.name, compilations=1))
 
@@ -257,10 +256,13 @@ class Variant:
         recorded = simplify(trace(owner.captured(self.scalars), self.inputs.fake_mode, self.inputs.fakes))
         self.constants = dict(recorded.named_buffers())
         first, mark = next(((i, m) for i, m in marks.items() if m.row_dim != m.column_dim), (None, None))
-        if mark is None:
+        if mark is not None:
+            fake = self.inputs.fakes[first]
+            self._rows, self._columns = fake.shape[mark.row_dim], fake.shape[mark.column_dim]
+        elif all(isinstance(self.inputs.fakes[i].shape[m.row_dim], int) for i, m in marks.items()):
+            self._rows, self._columns = plan.num_rows, plan.num_columns  # constants, as their product is
+        else:
             raise CannotDeduplicate("no input shows rows and columns apart")
-        fake = self.inputs.fakes[first]
-        self._rows, self._columns = fake.shape[mark.row_dim], fake.shape[mark.column_dim]
         tokens = {owner.names[i]: _token_input(m, args[i]) for i, m in marks.items()}
         choice = PackingChoice(
             num_rows=self._rows,
@@ -270,7 +272,6 @@ class Variant:
             window_has_padding=lambda w: not _is_unpadded(plan, *self._now(w)),
             num_tables=NUM_TABLES,
             attention_impl=owner.options.attention,
-            feeds_pieces=owner.after is After.SPLIT,
         )
         if keep and any(t.blank for t in tokens.values()):
             raise CannotDeduplicate("padding cannot be kept: an earlier compiled piece left it out of an input")

@@ -15,13 +15,27 @@ def rows_share_gradient(tensor, mark):
     """Whether the gradients of a group's rows are added up before anyone sees them. One synchronisation a mark, at most."""
     if not tensor.requires_grad:
         return True
-    if tensor.is_leaf or tensor.retains_grad or tensor._backward_hooks:
+    if _is_watched(tensor):
+        return False
+    if mark.origin is not None and (mark.origin() is None or _is_watched(mark.origin())):
         return False
     if mark.role in (OUTPUT, BLANK_OUTPUT):
         return True  # of a packed value: the backward of its unpacking adds the copies up
     if mark.gradient is None or mark.gradient[0] is not tensor.grad_fn:
         mark.gradient = tensor.grad_fn, _is_lookup(tensor.grad_fn, mark.plan)
     return mark.gradient[1]
+
+
+def _is_watched(tensor):
+    """Whether somebody is shown the gradient of the tensor itself. FSDP2's hook on what a layer returns does not look at it."""
+    if tensor.is_leaf or tensor.retains_grad:
+        return True
+    return any(not _is_of_fsdp(hook) for hook in (tensor._backward_hooks or {}).values())
+
+
+def _is_of_fsdp(hook):
+    owner = type(getattr(hook, "__self__", None))
+    return owner.__module__.startswith("torch.distributed.fsdp.") and getattr(hook, "__name__", "") == "_pre_backward"
 
 
 def _is_lookup(node, plan):

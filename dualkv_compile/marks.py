@@ -12,6 +12,7 @@ changed (an in-place edit, a copy, an unpickling) the tensor is compared with th
 """
 
 import operator
+import sys
 import weakref
 from collections.abc import Mapping
 
@@ -54,15 +55,18 @@ class Mark:
         row_dim, column_dim: the dimensions that index rows and columns: 0 and 1, or 1 and 2 for ``[3, B, S]`` position ids;
             outputs of compiled pieces may have others between them (``[B, heads, S, D]``), or both in one (``[B*S, H]``).
         defining: whether this tensor is what the prompts are: never row-owned, a difference is an error.
+        origin: the marked tensor that this one is an alias of; its hooks see this one's gradient.
     """
 
-    __slots__ = ("_identity", "_tensor", "column_dim", "defining", "gradient", "plan", "reach", "reason", "role", "row_dim", "shared")
+    __slots__ = (
+        "_identity", "_tensor", "column_dim", "defining", "gradient", "origin", "plan", "reach", "reason", "role", "row_dim", "shared",
+    )
 
     def __init__(self, plan, role, sharing, row_dim, defining, tensor, column_dim=None):
         self.plan, self.role, self.row_dim = plan, role, row_dim
         self.reason, self.reach = sharing.reason, sharing.reach
         self.column_dim = row_dim + 1 if column_dim is None else column_dim
-        self.gradient = None
+        self.gradient = self.origin = None
         self.shared = self.reason is None
         self.defining = defining
         self._tensor, self._identity = weakref.ref(tensor), _identity(tensor)
@@ -95,7 +99,7 @@ class Mark:
     def __setstate__(self, state):
         self.plan, self.role, self.reason, self.reach, self.row_dim, self.defining, self.column_dim = state
         self.shared = self.reason is None
-        self.gradient = None
+        self.gradient = self.origin = None
         self._tensor, self._identity = _no_tensor, None
 
     def __deepcopy__(self, memo):
@@ -199,14 +203,56 @@ def mark_of(tensor):
     Raises InvalidMark or PromptMismatch if the tensor has changed since it was marked and no longer fits the plan.
     """
     mark = getattr(tensor, _ATTRIBUTE, None)
-    if mark is None or mark.is_fresh(tensor):
+    if mark is None:
+        return _mark_of_alias(tensor) if tensor.grad_fn is not None else None
+    if mark.is_fresh(tensor):
         return mark
-    if mark.role == OUTPUT and mark.column_dim != mark.row_dim + 1:  # written to since, in a shape that is not compared
-        return None
     with torch.inference_mode(False), torch.no_grad():
         mark = mark.renewed(tensor)
     setattr(tensor, _ATTRIBUTE, mark)
     return mark
+
+
+def _mark_of_alias(tensor):
+    """Autograd knows what a tensor is made of: FSDP2 hands a layer's inputs on as new tensors, through an autograd function of its own; an
+    embedding that ran eagerly looked up ids that are marked. Otherwise, or where a tensor was written to since, None."""
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    handed_on = getattr(fsdp, "RegisterPostBackwardFunction", _no_tensor)
+    node, number = tensor.grad_fn, tensor.output_nr
+    while getattr(type(node), "_forward_cls", None) is handed_on:
+        node, number = node.next_functions[number]
+    if node is None:
+        return None
+    original = tensor if node is tensor.grad_fn else _tensor_of(node, number)
+    if node.name() == "EmbeddingBackward0":
+        mark = getattr(node._saved_indices, _ATTRIBUTE, None)
+        if mark is None or tensor._version or node._saved_scale_grad_by_freq or tensor.shape[:-1] != node._saved_indices.shape:
+            return None
+        mark, role = mark_of(node._saved_indices), OUTPUT
+    else:
+        mark = getattr(original, _ATTRIBUTE, None)
+        if mark is None or mark.role not in (OUTPUT, BLANK_OUTPUT) or not mark.is_fresh(original):
+            return None
+        role = mark.role
+    if original is None or not mark.shared or _identity(original) != _identity(tensor):
+        return None
+    alias = Mark(mark.plan, role, Sharing(None, mark.reach), mark.row_dim, False, tensor, mark.column_dim)
+    alias.origin = weakref.ref(original)
+    setattr(tensor, _ATTRIBUTE, alias)
+    return alias
+
+
+def _tensor_of(node, number):
+    """The tensor that an autograd node made, which the frame that called FSDP2's hook still holds. Hooks may hang on it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == torch.nn.modules.module.__file__:
+            values = frame.f_locals
+            for value in (*values.get("args", ()), *values.get("kwargs", {}).values()):
+                if isinstance(value, torch.Tensor) and value.grad_fn is node and value.output_nr == number:
+                    return value
+        frame = frame.f_back
+    return None
 
 
 def plan_of(tensor):

@@ -1,32 +1,39 @@
 """What happens to the outputs of a graph of Dynamo's: a rewritten graph may blank padding positions only where nobody reads them."""
 
+import contextlib
 import enum
 import sys
 
-from torch._dynamo import convert_frame
+import torch
+from torch._dynamo import convert_frame, eval_frame, external_utils
+from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 
 
 class After(enum.Enum):
     """RETURNED: to the caller of what was compiled, who is promised zeros at padding positions.
-    CONTINUED: a graph break follows, or the graph's frame returns into one that is compiled too: the rest of the program reads them.
-    SPLIT: a wrapper (DistributedDataParallel's optimizer) cut one graph into several, and this is not the last. The next one is told by
-    marks where padding is blank.
+    CONTINUED: a graph break follows, or the frame returns into the program, compiled or not: the rest of it reads them. So it does where
+    a wrapper (DistributedDataParallel's optimizer) cut one graph into several: no piece shows what the others read.
     """
 
     RETURNED = "returned"
     CONTINUED = "continued"
-    SPLIT = "split"
 
 
 def what_follows(gm):
     """Called while Dynamo compiles `gm`."""
-    reason, is_part = getattr(gm, "compile_subgraph_reason", None), False
-    if reason is None:  # only whole graphs have one
-        reason, is_part = _reason_of_whole(), True
-    if reason is None or reason.graph_break or _is_called_by_compiled_code():
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or reason.graph_break:  # only whole graphs have one; the pieces of a cut graph count as followed by a break
         return After.CONTINUED
-    return After.SPLIT if is_part else After.RETURNED
+    return After.RETURNED if _is_called_from_outside() else After.CONTINUED
+
+
+def placeholders_of_whole(gm):
+    """The placeholders of the graph that Dynamo captured, of which `gm` may be a piece. Called while Dynamo compiles `gm`."""
+    for frame in _frames():
+        if frame.f_code is DDPOptimizer.compile_fn.__code__:
+            return frame.f_locals["gm"].graph.find_nodes(op="placeholder")
+    return gm.graph.find_nodes(op="placeholder")
 
 
 def _frames():
@@ -36,24 +43,28 @@ def _frames():
         frame = frame.f_back
 
 
-def _reason_of_whole():
-    for frame in _frames():
-        reason = getattr(frame.f_locals.get("gm"), "compile_subgraph_reason", None)
-        if reason is not None:
-            return reason
-    return None
+#: Files whose frames between a compiled function and its caller only hand on what they are given.
+_PLUMBING = {
+    module.__file__
+    for module in (contextlib, convert_frame, eval_frame, external_utils, torch.nn.modules.module, torch.nn.parallel.distributed)
+} | {torch.utils._contextlib.__file__}
 
 
-def _is_called_by_compiled_code():
-    """Whether the frame that is being compiled returns into one that was compiled before, to go on there. The rest of a frame after a
-    break (a resume function) is called last by the frame itself, and what it returns is returned."""
+def _is_called_from_outside():
+    """Whether the frame that is being compiled returns to the caller of what was compiled. The rest of a frame after a break (a resume
+    function) is called last by the frame itself, and what it returns is returned."""
     name = None
     for frame in _frames():
         code = frame.f_code
-        if code.co_name == "_compile" and code.co_filename == convert_frame.__file__ and name is None:
-            name = frame.f_locals["code"].co_name
+        if name is None:
+            if code.co_name == "_compile" and code.co_filename == convert_frame.__file__:
+                name = frame.f_locals["code"].co_name
         elif code in convert_frame.output_codes:
-            if name is None or not name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX):
-                return True
+            if not name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX):
+                return False
             name = code.co_name
-    return False
+        elif code.co_filename == eval_frame.__file__:
+            return True
+        elif code.co_filename not in _PLUMBING:
+            return False  # a frame that Dynamo gave up on: it runs as Python
+    return True

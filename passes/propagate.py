@@ -81,8 +81,6 @@ class PackingChoice:
     window_has_padding: Callable[[Window], bool]
     num_tables: int
     attention_impl: str = "auto"
-    # whether other pieces of the same program read the outputs: what they are not told of must be as in the unmarked batch
-    feeds_pieces: bool = False
 
     @property
     def drops_padding(self) -> bool:
@@ -450,16 +448,13 @@ class Propagation:
             self.note_barrier(op, "attention scores leave the graph")
             if self.choice.drops_padding:
                 raise self.reads_padding(op, "leaves the graph")
-        blank, is_told = value.tainted or self.loses_padding(value), False
+        blank = value.tainted or self.loses_padding(value)
         if value.is_token and value.shared:
             row_dim, column_dim = value.layout.dim_of(Kind.ROW), value.layout.dim_of(Kind.COLUMN)
             kinds = [[a.kind for a in value.layout.dims[d]] for d in (row_dim, column_dim)]
             apart = kinds == [[Kind.ROW], [Kind.COLUMN]] and row_dim < column_dim
             if (apart or kinds[0] == [Kind.ROW, Kind.COLUMN]) and value.window == Window.of(0, self.choice.num_columns):
                 self.token_outputs.append(TokenOutput(index, row_dim, column_dim, blank, value.reach))
-                is_told = True
-        if blank and self.choice.feeds_pieces and not is_told:
-            raise self.reads_padding(Op(self, node), "goes to another piece of the program")
         return self.convert.zero_padding(value) if value.tainted and value.is_token else self.dense(value)
 
     def facts_module(self) -> fx.GraphModule | None:
