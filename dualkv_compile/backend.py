@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import dualkv_compile.kernels  # noqa: F401  registers dualkv::shared_prompt_attention
 import dualkv_compile.unpack  # noqa: F401  registers dualkv::unpack
@@ -253,6 +254,9 @@ class Variant:
         self._plan_sizes: dict[Any, Any] = {}
         self._plan, self._args = plan, args
         self.scalars = owner.scalars_of(args)
+        for name, arg in zip(owner.names, args, strict=True):
+            if isinstance(arg, torch.Tensor) and is_traceable_wrapper_subclass(arg):
+                raise CannotDeduplicate(f"{name} is a {type(arg).__name__}, whose operations cannot be recorded")
         recorded = simplify(trace(owner.captured(self.scalars), self.inputs.fake_mode, self.inputs.fakes))
         self.constants = dict(recorded.named_buffers())
         first, mark = next(((i, m) for i, m in marks.items() if m.row_dim != m.column_dim), (None, None))
