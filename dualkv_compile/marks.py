@@ -207,6 +207,8 @@ def mark_of(tensor):
         return _mark_of_alias(tensor) if tensor.grad_fn is not None else None
     if mark.is_fresh(tensor):
         return mark
+    if mark.role == OUTPUT and mark.column_dim != mark.row_dim + 1:  # written to since, in a shape that is not compared
+        return None
     with torch.inference_mode(False), torch.no_grad():
         mark = mark.renewed(tensor)
     setattr(tensor, _ATTRIBUTE, mark)
