@@ -57,9 +57,13 @@ def add_explain(commands) -> None:
     parser.add_argument("--prompt", type=at_least_one, default=256, help="tokens of the prompt (default: %(default)s)")
     parser.add_argument("--response", type=at_least_one, default=64, help="tokens of each response (default: %(default)s)")
     parser.add_argument(
+        "--layout", metavar="NxPxR[,NxPxR...]", type=layout, help="groups of N responses of R tokens to a prompt of P, padded to one width"
+    )
+    parser.add_argument(
         "--override", action="append", default=[], metavar="KEY=VALUE", type=override, help="a value of the configuration; may be repeated"
     )
     parser.add_argument("--dump", metavar="DIR", help="write graphs, reports and a drawing here")
+    parser.add_argument("--html", metavar="FILE", help="write a page: savings, sites, what runs packed, barriers, graphs before and after")
     parser.set_defaults(run=explain)
 
 
@@ -86,6 +90,29 @@ def override(text: str) -> tuple[str, Any]:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return name, value
+
+
+def layout(text: str) -> list[tuple[int, int, int]]:
+    """'4x256x64,2x100x30' -> [(4, 256, 64), (2, 100, 30)]."""
+    groups = [part.split("x") for part in text.split(",")]
+    if any(len(group) != 3 or not all(n.isdecimal() and int(n) for n in group) for group in groups):
+        raise argparse.ArgumentTypeError(f"expected NxPxR[,NxPxR...], all at least 1, got {text!r}")
+    return [tuple(map(int, group)) for group in groups]
+
+
+def marked_batch(groups: list[tuple[int, int, int]], vocabulary: int) -> tuple[dict[str, torch.Tensor], Any]:
+    """(random rows of that layout, prompts padded left and responses right; their plan)."""
+    import dualkv_compile
+
+    width, longest = max(p for _, p, _ in groups), max(r for _, _, r in groups)
+    rows = [(i, p, r) for i, (n, p, r) in enumerate(groups) for _ in range(n)]
+    prompts = torch.randint(vocabulary, (len(groups), width))
+    ids = torch.cat([prompts[[i for i, _, _ in rows]], torch.randint(vocabulary, (len(rows), longest))], 1)
+    column = torch.arange(width + longest)
+    mask = torch.stack([(column >= width - p) & (column < width + r) for _, p, r in rows]).long()
+    batch = {"input_ids": ids, "attention_mask": mask}
+    dualkv_compile.mark_shared_prompt(batch, width, group_ids=torch.tensor([i for i, _, _ in rows]))
+    return batch, dualkv_compile.plan_of(ids)
 
 
 def missing(command: str, *modules: str) -> bool:
@@ -123,24 +150,43 @@ def build(arch: str, columns: int, overrides: dict[str, Any]) -> torch.nn.Module
 
 
 def explain(arguments: argparse.Namespace) -> int:
-    """Builds a small model, marks one group of rows, runs it once in training mode and prints the report."""
+    """Builds a small model, marks rows of the layout, runs it once in training mode, prints the report and writes the page."""
     import dualkv_compile
+    from dualkv_compile import dump
+    from dualkv_compile.page import Rewriting, page
 
     if missing("explain", "transformers"):
         return 2
     torch.manual_seed(0)
-    columns = arguments.prompt + arguments.response
+    groups = arguments.layout or [(arguments.rows, arguments.prompt, arguments.response)]
+    columns = max(p for _, p, _ in groups) + max(r for _, _, r in groups)
     try:
         model = build(arguments.arch, columns, dict(arguments.override)).train()
     except (ValueError, KeyError) as error:
         print(f"explain: cannot build {arguments.arch!r}: {str(error)[:300]}", file=sys.stderr)
         return 2
-    ids = torch.randint(model.config.vocab_size, (arguments.rows, columns))
-    ids[:, : arguments.prompt] = ids[:1, : arguments.prompt]
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    dualkv_compile.mark_shared_prompt(batch, arguments.prompt, group_size=arguments.rows)
+    batch, plan = marked_batch(groups, model.config.vocab_size)
     options = {"inner_backend": "eager", **({"dump": arguments.dump} if arguments.dump else {})}
-    print(dualkv_compile.explain(model, options)(**batch))
+    seen: dict[str, Rewriting] = {}
+
+    def observe(name, captured, recorded, rewritten):
+        seen[name] = Rewriting(recorded, rewritten)
+
+    dump.observers.append(observe)
+    before = len(dualkv_compile.reports())
+    try:
+        print(dualkv_compile.explain(model, options)(**batch))
+    finally:
+        dump.observers.remove(observe)
+    if arguments.html:
+        for report in dualkv_compile.reports()[before:]:
+            name = f"{report.graph}.{'kept' if 'kept' in report.variant else 'packed'}"
+            if report.calls and name in seen:
+                seen[name].report = report
+        title = f"{arguments.arch}: {', '.join('x'.join(map(str, group)) for group in groups)}"
+        text = page(title, plan, [rewriting for rewriting in seen.values() if rewriting.report is not None])
+        pathlib.Path(arguments.html).write_text(text, encoding="utf-8")
+        print(f"page: {arguments.html}", file=sys.stderr)
     return 0
 
 

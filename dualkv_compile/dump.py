@@ -17,6 +17,9 @@ from dualkv_compile.drawing import drawing
 
 log = logging.getLogger("dualkv_compile.passes")
 
+# Called with (name, captured, recorded, rewritten) for every variant that is made.
+observers: list[Callable[[str, fx.GraphModule, fx.GraphModule, fx.GraphModule], None]] = []
+
 
 class Dumper:
     """Files of one compiled variant: `{graph}.{step:02d}.{pass}.{before|after}.py`, `.report.txt`, `.report.json`, `.dot`, `.svg`.
@@ -34,6 +37,8 @@ class Dumper:
 
     def passes(self, captured: fx.GraphModule, recorded: fx.GraphModule, rewritten: fx.GraphModule) -> None:
         """captured: Dynamo's graph; recorded: what `trace` made of it; rewritten: what `propagate` made of that."""
+        for observer in observers:
+            observer(self.graph, captured, recorded, rewritten)
         for step, (name, before, after) in enumerate([("trace", captured, recorded), ("propagate", recorded, rewritten)]):
             if log.isEnabledFor(logging.INFO):
                 log.info("%s: %s: %s", self.graph, name, delta(operations(before), operations(after)))
