@@ -4,6 +4,7 @@ A block runs in a namespace that holds torch, dualkv_compile, a small `model`, a
 `<!-- not run -->` is not.
 """
 
+import ast
 import contextlib
 import dataclasses
 import io
@@ -99,3 +100,55 @@ def test_names_exist(page):
         assert re.search(rf"^{name}:", makefile, re.M), name
     for name in set(re.findall(r"\bdualkv_compile\.(\w+)\(", text)):
         assert hasattr(dualkv_compile, name), name
+
+
+# ---------------------------------------------------------------------------------------------------- troubleshooting
+
+
+def literal(node):
+    """The constant parts of a message, in order; what it fills in is left out."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.split(r"%s|\{\w*\}", node.value)
+    if isinstance(node, ast.JoinedStr):
+        return [part for value in node.values for part in literal(value)]
+    if isinstance(node, ast.BinOp):
+        return literal(node.left) + literal(node.right)
+    return []
+
+
+def messages(path):
+    """(what is raised or called, constant parts) of each warning and error of a module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            yield ast.unparse(node.exc.func), literal(node.exc.args[0])
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("warnings.warn", "log.warning", "Barrier", "CannotDeduplicate"):
+            yield ast.unparse(node.func), literal(node.args[0])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("expected "):
+            yield "text", literal(node)
+
+
+#: Of the command line, which prints what to do; and of the inside, caught there or impossible.
+NOT_SHOWN = ("argparse.ArgumentTypeError", "Unknown", "Refused", "self.reads_padding", "engine.reads_padding")
+INSIDE = ("cli.py", "demo.py", "masks.py", "symbolic.py", "trace.py")
+REASONS = ("Barrier", "CannotDeduplicate")
+
+
+def test_every_warning_and_error_is_explained():
+    text = " ".join(TEXT["docs/troubleshooting.md"].split())
+    families = re.findall(r"\*\*([^*]+)\*\*", text.split("## Reasons of barriers")[1])
+    missing, count = [], 0
+    for path in [p for folder in ("dualkv_compile", "passes", "kernels") for p in sorted((ROOT / folder).glob("*.py"))]:
+        for kind, parts in messages(path):
+            parts = [part.strip(" ,.:;()[]'\"") for part in parts]
+            longest = max(parts, key=len, default="")
+            if kind in NOT_SHOWN or len(longest) < 12 or (path.name in INSIDE and kind not in REASONS):
+                continue
+            count += 1
+            if kind in REASONS:
+                covered = any(family in part for family in families for part in parts)
+            else:
+                # a whole constant part, or the beginning of a long one
+                covered = any(len(part) >= 12 and (part in text or part[:40] in text) for part in parts)
+            if not covered:
+                missing.append(f"{path.name}: {kind}: {' … '.join(parts)}")
+    assert count > 60 and not missing, "\n".join(missing)
