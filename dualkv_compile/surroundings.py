@@ -59,6 +59,8 @@ def _is_called_from_outside():
         if name is None:
             if code.co_name == "_compile" and code.co_filename == convert_frame.__file__:
                 name = frame.f_locals["code"].co_name
+        elif code.co_filename == external_utils.__file__:
+            continue  # Dynamo's own wrapper of what it is given, compiled or not, returns what that returns
         elif code in convert_frame.output_codes:
             if not name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX):
                 return False

@@ -34,6 +34,11 @@ def ddp(model):
     return compiled(DistributedDataParallel(model, bucket_cap_mb=0.02))
 
 
+def ddp_in_one_graph(model):
+    torch._dynamo.config.optimize_ddp = False
+    return compiled(DistributedDataParallel(model))
+
+
 def layers_of(model):
     return model.transformer.h if hasattr(model, "transformer") else model.model.layers
 
@@ -92,6 +97,7 @@ SCENARIOS = {
     # name: family, padding, wrapper
     "ddp": ("qwen3", "left", ddp),
     "ddp_flattened": ("gpt2", "right", ddp),
+    "ddp_in_one_graph": ("qwen3", "left", ddp_in_one_graph),
     "fsdp": ("qwen3", "left", fsdp),
     "fsdp_right_padded": ("llama", "right", fsdp_checkpointed),
     "fsdp_per_layer": ("qwen3", "left", fsdp_per_layer),

@@ -41,9 +41,12 @@ def packed_throughout(result, sites=2):
 
 def test_ddp(tmp_path):
     """Every piece between two buckets is packed: queries, keys, masks and rotary tables cross them, flattened hidden states as well."""
-    for result in run(tmp_path, "ddp", "ddp_flattened").values():
-        assert len(packed_throughout(result)) >= 4
-        assert not [r for r in result["reports"] if r["variant"] == "plain"]
+    results = run(tmp_path, "ddp", "ddp_flattened", "ddp_in_one_graph")
+    for name in ("ddp", "ddp_flattened"):
+        assert len(packed_throughout(results[name])) == len(results[name]["reports"]) >= 4
+    whole = results["ddp_in_one_graph"]
+    assert whole["worst"] < 1e-6
+    assert [(r["variant"], r["rewritten"], r["packed"]) for r in whole["reports"]] == [("packed", 2, whole["tokens"])]
 
 
 def test_fsdp(tmp_path):
