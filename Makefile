@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar on
 FUZZ_SECONDS ?= 600
+COVERAGE ?=
 WORKERS ?= 2
 
 # nothing is written outside the checkout, and nothing looks for models on the network
@@ -38,9 +39,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/python -m dualkv_compile demo
 
-# the interpreter of triton is chosen when it is imported, so its tests run in a process of their own
+# the interpreter of triton is chosen when it is imported, so its tests run in a process of their own; COVERAGE=--cov prints the coverage
 test: setup
-	$(BIN)/python -m pytest tests --ignore=tests/interpreter --ignore=tests/fuzz -n $(WORKERS) -q
+	$(BIN)/python -m pytest tests --ignore=tests/interpreter -n $(WORKERS) -q $(COVERAGE)
 	@test ! -d tests/interpreter || { set -x; TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter -n $(WORKERS) -q; }
 
 lint: setup
