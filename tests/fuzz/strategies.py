@@ -402,7 +402,7 @@ IN_PLACE = (
     "{y}.scatter_({d}, torch.zeros_like({z}, dtype=torch.long), {z} * 0.5)",
     "{y}.clamp_(min=-0.5)",
     "{y}.copy_({z})",
-    "{y}.detach().mul_(0.5)",
+    # not "{y}.detach().mul_(0.5)": behind autograd's back, which torch.compile itself (aot_eager) differentiates unlike eager mode
     "{y}.cumsum_({d}).mul_(0.2)",
     "{y}.narrow({d}, 0, {n}).add_({z})",
     "{y}.view_as({y}).add_(0.1)",
