@@ -66,6 +66,10 @@ def ways(rows, prompt, response, layers):
     ids = torch.cat([shared.expand(rows, -1), own], 1).cuda()
     packed = prompt + rows * response
 
+    def scored(model, **inputs):
+        """states that a policy loss reads: from the last prompt token on; sliced inside of what is compiled, in all three ways"""
+        return model(use_cache=False, **inputs).last_hidden_state[:, prompt - 1 :]
+
     def step_of(model, forward):
         def step():
             forward().float().square().mean().backward()
@@ -76,23 +80,23 @@ def ways(rows, prompt, response, layers):
 
     def plain():
         model = build("sdpa", layers)
-        call = torch.compile(model)
+        call = torch.compile(scored)
 
         def forward():
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                return call(input_ids=ids, use_cache=False).last_hidden_state[:, prompt - 1 :]
+                return call(model, input_ids=ids)
 
         return step_of(model, forward)
 
     def dualkv():
         model = build("sdpa", layers)
-        call = torch.compile(model, backend="dualkv")
+        call = torch.compile(scored, backend="dualkv")
         marked = dualkv_compile.mark_shared_prompt(ids.clone(), prompt, group_size=rows)
-        return step_of(model, lambda: call(input_ids=marked, use_cache=False).last_hidden_state[:, prompt - 1 :])
+        return step_of(model, lambda: call(model, input_ids=marked))
 
     def by_hand():
         model = build("flex_attention", layers)
-        call = torch.compile(model)
+        call = torch.compile(scored)
         flat = torch.cat([shared.view(-1), own.view(-1)])[None].cuda()
         positions = torch.cat([torch.arange(prompt), torch.arange(prompt, prompt + response).repeat(rows)])[None].cuda()
         ends = torch.cat([torch.full((prompt,), packed), prompt + (torch.arange(rows * response) // response + 1) * response]).cuda()
@@ -102,11 +106,7 @@ def ways(rows, prompt, response, layers):
 
         block_mask = create_block_mask(seen, None, None, packed, packed, device="cuda", _compile=True)
 
-        def forward():
-            out = call(input_ids=flat, attention_mask=block_mask, position_ids=positions, use_cache=False)
-            return out.last_hidden_state[:, prompt - 1 :]
-
-        return step_of(model, forward)
+        return step_of(model, lambda: call(model, input_ids=flat, attention_mask=block_mask, position_ids=positions))
 
     yield "dualkv", packed + rows - 1, dualkv
     yield "packed by hand, FlexAttention", packed, by_hand

@@ -3,6 +3,7 @@
 import functools
 
 import torch
+import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -10,6 +11,7 @@ from dualkv_compile.kernels import hopper_backward, hopper_forward
 
 _HALF = 64
 _LOG2E = 1.4426950408889634
+_NATURAL_BLOCK = 32  # rows of dQ that a program of ``natural_order`` converts; the sum is padded by more
 
 # Head dim -> (block, stages): keys a step in the forward and dQ, queries a step in the others. ``GRADIENTS`` makes dQ
 # along with dK and dV, five matrix products instead of seven, and adds it up in an order that varies from run to run.
@@ -32,16 +34,17 @@ def gradients(q, k, v, dout, statistics, dq, dk, dv, tiles, scale):
     """``statistics`` [2, H, T4] float32: lse in units of log2, and delta; ``T4`` is a multiple of 4."""
     _, heads, tokens, dim = q.shape
     block, stages = GRADIENTS[dim]
-    total = q.new_zeros((tokens, heads * dim), dtype=torch.float32)
-    layout = gl.NVMMASharedLayout.get_default_for([block, dim // 2], gl.float32)
-    d_total = TensorDescriptor(total, list(total.shape), list(total.stride()), [block, dim // 2], layout)
-    _key_gradients(q, k, v, dout, d_total, statistics, dk, dv, tiles, scale, block, stages)
-    torch.mul(total.view(1, tokens, heads, dim).transpose(1, 2), scale, out=dq)
+    padded = triton.cdiv(tokens, 8) * 8
+    total = q.new_zeros((heads * padded + block) * dim, dtype=torch.float32)
+    _key_gradients(q, k, v, dout, total, padded, statistics, dk, dv, tiles, scale, block, stages)
+    hopper_backward.natural_order[(triton.cdiv(tokens, _NATURAL_BLOCK), heads)](
+        total, dq, scale, tokens, padded, heads, dim, _NATURAL_BLOCK, num_warps=4
+    )
 
 
 def key_gradients(q, k, v, dout, statistics, dk, dv, tiles, scale):
     block, stages = KEY_GRADIENTS[q.shape[3]]
-    _key_gradients(q, k, v, dout, None, statistics, dk, dv, tiles, scale, block, stages)
+    _key_gradients(q, k, v, dout, None, 0, statistics, dk, dv, tiles, scale, block, stages)
 
 
 def query_gradients(q, k, v, dout, statistics, dq, tiles, scale):
@@ -53,13 +56,12 @@ def query_gradients(q, k, v, dout, statistics, dq, tiles, scale):
     )  # fmt: skip
 
 
-def _key_gradients(q, k, v, dout, d_total, statistics, dk, dv, tiles, scale, block, stages):
+def _key_gradients(q, k, v, dout, total, padded, statistics, dk, dv, tiles, scale, block, stages):
     heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[3]
-    d_q, accumulate = _rows(q, block), d_total is not None
     hopper_backward.key_gradients[(tiles.shape[0] * kv_heads,)](
-        d_q, _rows(k, _HALF), _rows(v, _HALF), _rows(dout, block), d_total if accumulate else d_q, *statistics, dk, dv,
-        tiles, scale * _LOG2E, scale, statistics.shape[2], kv_heads, heads // kv_heads, dim, block, stages, accumulate,
-        num_warps=4,
+        _rows(q, block), _rows(k, _HALF), _rows(v, _HALF), _rows(dout, block), statistics if total is None else total,
+        *statistics, dk, dv, tiles, scale * _LOG2E, scale, statistics.shape[2], padded, kv_heads, heads // kv_heads,
+        dim, block, stages, total is not None, num_warps=4,
     )  # fmt: skip
 
 

@@ -1,18 +1,19 @@
 """The backward for Hopper in Gluon, in two ways.
 
 - ``key_gradients`` with ``ACCUMULATE`` makes all three gradients with five matrix products. dQ is added up in float32
-  by TMA's reduction, tile of keys by tile of keys, in an order that varies: its last bits vary from run to run.
-- ``key_gradients`` without, then ``query_gradients``: seven products, no reduction, every bit reproducible.
+  by ``red``, tile of keys by tile of keys, in an order that varies: its last bits vary from run to run. The sum lies in
+  an order of its own, which ``natural_order`` undoes.
+- ``key_gradients`` without, then ``query_gradients``: seven products, no sums in memory, every bit reproducible.
 
 As in the forward, two consumer warpgroups of 64 rows each are fed by one warp through TMA. In ``key_gradients`` the
 rows are keys and each step takes ``BM`` queries; lse and delta are staged in shared memory too, and the blocks that
 need a mask (the diagonal, and the last of the group) are peeled out of the main loop: both keep it free of spills.
 """
 
-from triton._C.libtriton import ir
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -24,13 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dualkv_compile.kernels.hopper_forward import HALF, barriers, first_key, query_tile, visible
 
 # ------------------------------------------------------------------------------------------------------ dK and dV
-
-
-@builtin
-def async_reduce_add(desc, coord, src, _semantic=None):
-    """TMA's ``global += shared``, which Gluon has no call for, as ``tma.async_copy_shared_to_global`` is written."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
 @gluon.jit
@@ -91,8 +85,49 @@ def _unhoisted(x):
 
 
 @gluon.jit
-def _query_step(b_dk, b_dv, d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, q_full, q_free, do_full, do_free,
-                ds_full, i, m, head, i_key, end, scale2, MASK: gl.constexpr, J: gl.constexpr, STAGES: gl.constexpr,
+def _eight_rows(p_dq, head, m, T8, D: gl.constexpr, J: gl.constexpr):
+    """Where in the sum [H, T8 / 8, D / 16, 8, 16] the eight rows around query ``m`` have column ``J * D / 2``."""
+    return p_dq + (head.to(gl.int64) * T8 + m // 8 * 8) * D + J * (D // 2) * 8
+
+
+@gluon.jit
+def _add_rows(p_eight, shift, b_x, D: gl.constexpr):
+    """Add half the columns of some rows, of which the first is ``shift`` below that of ``p_eight``, to the sum.
+
+    A thread holds columns 2 c, 2 c + 1, 8 + 2 c and 9 + 2 c of every 16. In the sum they adjoin, and so do the sixteens
+    of eight rows: four floats an instruction, and 512 bytes a warp.
+    """
+    rows: gl.constexpr = b_x.shape[0]
+    sixteens: gl.constexpr = b_x.shape[1] // 16
+    b_even, b_odd = gl.split(b_x.reshape(rows, sixteens, 2, 4, 2).permute(0, 1, 3, 2, 4))
+    b_0, b_2 = gl.split(b_even)
+    b_1, b_3 = gl.split(b_odd)
+    l_x: gl.constexpr = b_0.type.layout
+    i_row = shift + gl.arange(0, rows, layout=gl.SliceLayout(1, gl.SliceLayout(2, l_x)))[:, None, None]
+    i_16 = gl.arange(0, sixteens, layout=gl.SliceLayout(0, gl.SliceLayout(2, l_x)))[None, :, None]
+    i_4 = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, l_x)))[None, None, :]
+    p_x = p_eight + ((i_row >> 3) * (8 * D) + (i_row & 7) * 16 + i_4 * 4 + i_16 * 128)
+    gl.inline_asm_elementwise("red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5};\nmov.b32 $0, 0;",
+                              "=r,l,f,f,f,f", [p_x.to(gl.int64), b_0, b_1, b_2, b_3], dtype=gl.int32, is_pure=False,
+                              pack=1)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "T8"])
+def natural_order(p_sum, p_dq, scale, T, T8, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr):
+    """dQ [T, H, D] from the sum of ``key_gradients``. Reads up to ``BM`` rows beyond the last head's."""
+    m = tl.program_id(0) * BM
+    head = tl.program_id(1)
+    b_dq = tl.load(p_sum + (head.to(tl.int64) * T8 + m) * D + tl.arange(0, BM * D))
+    # By eight rows, sixteen columns, row, column's pair in its eight, column's eight, column in its pair.
+    b_dq = b_dq.reshape(BM // 8, D // 16, 8, 4, 2, 2).permute(0, 2, 1, 4, 3, 5).reshape(BM, D)
+    i_query = m + tl.arange(0, BM)
+    p_rows = p_dq + (i_query.to(tl.int64)[:, None] * H + head) * D + tl.arange(0, D)[None, :]
+    tl.store(p_rows, (b_dq * scale).to(p_dq.dtype.element_ty), mask=(i_query < T)[:, None])
+
+
+@gluon.jit
+def _query_step(b_dk, b_dv, p_eight, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, q_full, q_free, do_full, do_free,
+                ds_full, i, m, i_key, end, scale2, MASK: gl.constexpr, J: gl.constexpr, STAGES: gl.constexpr,
                 BM: gl.constexpr, D: gl.constexpr, ACCUMULATE: gl.constexpr):  # fmt: skip
     dtype: gl.constexpr = s_q.dtype
     l_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -105,7 +140,11 @@ def _query_step(b_dk, b_dv, d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_d
     mbarrier.wait(q_full.index(stage), phase)
     b_s = warpgroup_mma(s_k.index(first + J), s_q.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(do_full.index(stage), phase)
-    b_dp = warpgroup_mma(s_v.index(first + J), s_do.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_dp = zero
+    if ACCUMULATE:  # the product starts at -delta, which then takes no registers later on
+        b_dp = zero - s_delta.index(stage).load(gl.SliceLayout(0, l_s))[None, :]
+    b_dp = warpgroup_mma(s_v.index(first + J), s_do.index(stage).permute((1, 0)), b_dp, use_acc=ACCUMULATE,
+                         is_async=True)  # fmt: skip
     b_lse = s_lse.index(stage).load(gl.SliceLayout(0, l_s))
     b_s = warpgroup_mma_wait(num_outstanding=1, deps=(b_s,))  # [HALF, BM]
     b_p = gl.exp2(b_s * scale2 - b_lse[None, :])
@@ -115,9 +154,8 @@ def _query_step(b_dk, b_dv, d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_d
     b_weights = gl.convert_layout(b_p.to(dtype), l_p)
     b_dp = warpgroup_mma_wait(num_outstanding=0, deps=(b_dp,))  # [HALF, BM]
     b_dv = warpgroup_mma(b_weights, s_do.index(stage), b_dv, is_async=True)
-    b_delta = s_delta.index(stage).load(gl.SliceLayout(0, l_s))
-    b_ds = (b_p * (b_dp - b_delta[None, :])).to(dtype)
     if ACCUMULATE:
+        b_ds = (b_p * b_dp).to(dtype)
         # Both consumers' dS makes dQ, of which each takes half the columns. Two buffers: whoever is past the wait for
         # the next dS knows that the other has finished with this one.
         buffer = i & 1
@@ -134,11 +172,10 @@ def _query_step(b_dk, b_dv, d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_d
         b_dk = warpgroup_mma(s_ds.index(2 * buffer + J), s_q.index(stage), b_dk, is_async=True)
         b_dv, b_dq = warpgroup_mma_wait(num_outstanding=1, deps=(b_dv, b_dq))
         mbarrier.arrive(do_free.index(stage), count=1)
-        tma.store_wait(0)  # the step before's dQ has been read
-        s_dq.index(J).store(b_dq)
-        fence_async_shared()
-        async_reduce_add(d_dq, [m, head * D + J * (D // 2)], s_dq.index(J))
+        _add_rows(p_eight, m & 7, b_dq, D)
     else:
+        b_delta = s_delta.index(stage).load(gl.SliceLayout(0, l_s))
+        b_ds = (b_p * (b_dp - b_delta[None, :])).to(dtype)
         b_dk = warpgroup_mma(gl.convert_layout(b_ds, l_p), s_q.index(stage), b_dk, is_async=True)
         b_dv = warpgroup_mma_wait(num_outstanding=1, deps=(b_dv,))
         mbarrier.arrive(do_free.index(stage), count=1)
@@ -148,8 +185,8 @@ def _query_step(b_dk, b_dv, d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_d
 
 
 @gluon.jit
-def _consume_queries(d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, kv_full, q_full, q_free, do_full, do_free,
-                     ds_full, p_dk, p_dv, scale2, scale, k0, k1, end, kv_head, blocks, edges, J: gl.constexpr,
+def _consume_queries(p_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, kv_full, q_full, q_free, do_full, do_free,
+                     ds_full, p_dk, p_dv, scale2, scale, T8, k0, k1, end, kv_head, blocks, edges, J: gl.constexpr,
                      HK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, BM: gl.constexpr, D: gl.constexpr,
                      ACCUMULATE: gl.constexpr):  # fmt: skip
     l_s: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -161,32 +198,36 @@ def _consume_queries(d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, kv_f
     mbarrier.wait(kv_full.index(0), 0)
     for e in range(GROUP * edges):
         m = _edge_query(e % edges, k0, blocks, edges, BM)
-        b_dk, b_dv = _query_step(b_dk, b_dv, d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, q_full, q_free,
-                                 do_full, do_free, ds_full, e, m, kv_head * GROUP + e // edges, i_key, end, scale2,
-                                 True, J, STAGES, BM, D, ACCUMULATE)  # fmt: skip
+        p_eight = _eight_rows(p_dq, kv_head * GROUP + e // edges, m, T8, D, J)
+        b_dk, b_dv = _query_step(b_dk, b_dv, p_eight, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, q_full, q_free,
+                                 do_full, do_free, ds_full, e, m, i_key, end, scale2, True, J, STAGES, BM, D,
+                                 ACCUMULATE)  # fmt: skip
     i = GROUP * edges
     for member in range(GROUP):
         m = k0 + 2 * HALF
+        p_eight = _eight_rows(p_dq, kv_head * GROUP + member, m, T8, D, J)
         for _ in range(blocks - edges):
-            b_dk, b_dv = _query_step(b_dk, b_dv, d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, q_full, q_free,
-                                     do_full, do_free, ds_full, i, m, kv_head * GROUP + member, i_key, end, scale2,
-                                     False, J, STAGES, BM, D, ACCUMULATE)  # fmt: skip
+            b_dk, b_dv = _query_step(b_dk, b_dv, p_eight, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, q_full, q_free,
+                                     do_full, do_free, ds_full, i, m, i_key, end, scale2, False, J, STAGES, BM, D,
+                                     ACCUMULATE)  # fmt: skip
             i += 1
             m += BM
+            p_eight += BM * D
     i_out = k0 + J * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, l_o))
     i_dim = gl.arange(0, D, layout=gl.SliceLayout(0, l_o))
     offset = i_out.to(gl.int64)[:, None] * (HK * D) + kv_head * D + i_dim[None, :]
     gl.store(p_dk + offset, (b_dk * scale).to(s_q.dtype), mask=(i_out < k1)[:, None])
     gl.store(p_dv + offset, b_dv.to(s_q.dtype), mask=(i_out < k1)[:, None])
-    if ACCUMULATE:
-        tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["T4"])
-def key_gradients(d_q, d_k, d_v, d_do, d_dq, p_lse2, p_delta, p_dk, p_dv, p_tiles, scale2, scale, T4, HK: gl.constexpr,
-                  GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+@gluon.jit(do_not_specialize=["T4", "T8"])
+def key_gradients(d_q, d_k, d_v, d_do, p_dq, p_lse2, p_delta, p_dk, p_dv, p_tiles, scale2, scale, T4, T8,
+                  HK: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
                   ACCUMULATE: gl.constexpr):  # fmt: skip
-    """dK and dV of a tile of keys; with ``ACCUMULATE``, these keys' part of dQ / scale is added to ``d_dq`` too."""
+    """dK and dV of a tile of keys; with ``ACCUMULATE``, these keys' part of dQ / scale is added to ``p_dq`` too.
+
+    Zeros are added to up to ``BM`` rows beyond a segment's end, and so beyond the last head's rows.
+    """
     pid = gl.program_id(0)
     kv_head = pid % HK
     tile = p_tiles + pid // HK * 4
@@ -207,11 +248,9 @@ def key_gradients(d_q, d_k, d_v, d_do, d_dq, p_lse2, p_delta, p_dk, p_dv, p_tile
     s_lse = gl.allocate_shared_memory(gl.float32, [STAGES, BM], l_stat)
     s_delta = gl.allocate_shared_memory(gl.float32, [STAGES, BM], l_stat)
     s_ds = s_k
-    s_dq = s_k
     if ACCUMULATE:
         l_ds: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, BM], d_q.dtype)
         s_ds = gl.allocate_shared_memory(d_q.dtype, [4, HALF, BM], l_ds)
-        s_dq = gl.allocate_shared_memory(d_dq.dtype, [2] + d_dq.block_type.shape, d_dq.layout)
     kv_full = barriers(1, 1)
     q_full = barriers(STAGES, 2)
     do_full = barriers(STAGES, 2)
@@ -219,11 +258,11 @@ def key_gradients(d_q, d_k, d_v, d_do, d_dq, p_lse2, p_delta, p_dk, p_dv, p_tile
     do_free = barriers(STAGES, 2)
     ds_full = barriers(2, 2)
     gl.warp_specialize([
-        (_consume_queries, (d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, kv_full, q_full, q_free, do_full,
-                            do_free, ds_full, p_dk, p_dv, scale2, scale, k0, k1, end, kv_head, blocks, edges,
+        (_consume_queries, (p_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, kv_full, q_full, q_free, do_full,
+                            do_free, ds_full, p_dk, p_dv, scale2, scale, T8, k0, k1, end, kv_head, blocks, edges,
                             gl.constexpr(0), HK, GROUP, STAGES, BM, D, ACCUMULATE)),
-        (_consume_queries, (d_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, s_dq, kv_full, q_full, q_free, do_full,
-                            do_free, ds_full, p_dk, p_dv, scale2, scale, k0, k1, end, kv_head, blocks, edges,
+        (_consume_queries, (p_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, kv_full, q_full, q_free, do_full,
+                            do_free, ds_full, p_dk, p_dv, scale2, scale, T8, k0, k1, end, kv_head, blocks, edges,
                             gl.constexpr(1), HK, GROUP, STAGES, BM, D, ACCUMULATE)),
         (_load_queries, (d_q, d_k, d_v, d_do, p_lse2, p_delta, s_k, s_v, s_q, s_do, s_lse, s_delta, kv_full, q_full,
                          q_free, do_full, do_free, k0, end, kv_head, blocks, edges, T4, GROUP, STAGES, BM, D)),

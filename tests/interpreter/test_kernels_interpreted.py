@@ -85,3 +85,18 @@ def test_responses_do_not_see_each_other():
         x[:, :, 20:29] += 1
     after, _ = kernels(case)(q, k, v, None)
     assert torch.equal(before[:, :, 29:], after[:, :, 29:]) and torch.equal(before[:, :, :20], after[:, :, :20])
+
+
+@pytest.mark.parametrize("tokens", [1, 37, 64, 70])
+def test_natural_order(tokens):
+    """The order in which the Hopper backward adds dQ up, [H, T / 8, D / 16, 8, 16], is undone."""
+    from dualkv_compile.kernels import hopper_backward
+
+    heads, dim, block, padded = 3, 128, 32, -(-tokens // 8) * 8
+    dq = torch.randn(heads, padded, dim)
+    # Of every 16 columns, a thread's four: a pair from the first eight and the pair below it in the second.
+    grouped = dq.view(heads, padded // 8, 8, dim // 16, 2, 4, 2).permute(0, 1, 3, 2, 5, 4, 6)
+    total = torch.cat([grouped.flatten(), torch.full((block * dim,), float("nan"))])
+    result = torch.empty(1, tokens, heads, dim)
+    hopper_backward.natural_order[(-(-tokens // block), heads)](total, result, 0.5, tokens, padded, heads, dim, block)
+    assert torch.equal(result[0].transpose(0, 1), dq[:, :tokens] * 0.5)
