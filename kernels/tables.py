@@ -17,7 +17,8 @@ index  name            shape       content
 =====  ==============  ==========  =========================================================================
 
 All are int32. ``column`` and ``end`` share their size. A tile is at most ``TILE`` tokens of one segment; kernels with
-smaller blocks cut it. Tiles with the most work come first, so that the last wave of a launch is short.
+smaller blocks cut it. Tiles go group by group, so that a group's tensors stay in the cache; within a group, and among
+groups, those with the most work come first, so that the last wave of a launch is short.
 """
 
 import numpy as np
@@ -73,7 +74,8 @@ def build_tables(segments, columns, hidden, num_tokens, device):
     key_tiles = np.stack([first, stops[owner], ends[owner], starts[owner]], 1).astype(np.int32)
     key_work = ends[owner] - first
 
-    parts = [table.astype(np.int32), query_tiles[_descending(query_work)], key_tiles[_descending(key_work)]]
+    group = np.where(prefix_starts < prefix_stops, prefix_starts, starts)[owner]
+    parts = [table.astype(np.int32), query_tiles[_order(group, query_work)], key_tiles[_order(group, key_work)]]
     flat = torch.from_numpy(np.concatenate([part.ravel() for part in parts]))
     if device.type == "cuda":
         flat = flat.pin_memory()  # from pageable memory the copy would first wait for the stream
@@ -94,8 +96,11 @@ def build_tables(segments, columns, hidden, num_tokens, device):
     return [segment_table, column, end.contiguous(), queries, keys, facts]
 
 
-def _descending(work):
-    return np.argsort(-work, kind="stable")
+def _order(group, work):
+    """Tiles by group, groups by their work and tiles by their own, all descending."""
+    _, group = np.unique(group, return_inverse=True)
+    total = np.bincount(group, work)[group]
+    return np.lexsort((-work, group, -total))
 
 
 def _checked_segments(segments, num_tokens):
