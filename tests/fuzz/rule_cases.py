@@ -437,7 +437,7 @@ def _matrix(d, x):
     """x with its leading or its trailing dimensions flattened into two."""
     shape = d.shape(x)
     assume(len(shape) >= 2)
-    cut = d.draw(st.integers(1, len(shape) - 1))
+    cut = d.pick(len(shape) - 1, d.draw(st.integers(1, len(shape) - 1)))  # any but the last flattens tokens into what is summed
     sizes = [1, 1]
     for i, n in enumerate(shape):
         sizes[i >= cut] *= n
@@ -464,7 +464,7 @@ def mm(d, target):
 def addmm(d, target):
     a = _matrix(d, d.operand())
     m, k = d.shape(a)
-    shape = d.pick((3,), (m, 3), (m, 1), None)
+    shape = d.pick((3,), (3,), (3,), (m, 3), (m, 1), None)
     bias = d.call(aten.mm.default, a, d.table(k, 3)) if shape is None else d.table(*shape)
     return d.call(target, bias, a, d.table(k, 3))
 

@@ -172,12 +172,18 @@ class Reuse(RuleBasedStateMachine):
             file.seek(0)
             return torch.load(file)
 
+        def shallow(x):
+            # the copy would share memory but no version counter with x, and a write to one go unseen by the other: give it its own
+            new = copy.copy(x)
+            new.data = new.data.clone()
+            return new
+
         copies = {
             "clone": torch.clone,
             "detach": torch.detach,
             "view": lambda x: x.view(x.shape),
             "alias": lambda x: x[:],
-            "copy": copy.copy,
+            "copy": shallow,
             "deepcopy": copy.deepcopy,
             "pickle": lambda x: pickle.loads(pickle.dumps(x)),
             "save": save,
