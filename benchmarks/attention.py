@@ -132,6 +132,12 @@ def flex(layout, dim):
     return forward, backward, build
 
 
+def cudnn_backward(grad, q, k, v, out, lse, saved, causal):
+    """dQ, dK and dV of one of cuDNN's calls, `saved` its results, from the output and the statistics of all that were merged."""
+    call = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    return call(grad, q, k, v, out, lse, saved[6], saved[7], None, None, None, q.shape[2], k.shape[2], 0.0, causal)
+
+
 def composite(layout, dim):
     """Three cuDNN calls merged by log-sum-exp, and a backward with the merged statistics: exact.
 
@@ -142,7 +148,6 @@ def composite(layout, dim):
         return ragged_composite(layout, dim)
     groups, n, p, r = layout.uniform()
     call = torch.ops.aten._scaled_dot_product_cudnn_attention
-    call_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     shape = (groups, H)
     q_prompt, k_prompt, v_prompt, g_prompt = (torch.randn(*shape, p, dim, device="cuda", dtype=DTYPE) for _ in range(4))
     q_rows, k_rows, v_rows, g_rows = (torch.randn(*shape, n * r, dim, device="cuda", dtype=DTYPE) for _ in range(4))
@@ -170,15 +175,10 @@ def composite(layout, dim):
 
     lse_rows, own[5] = like(lse, c[1]), like(own[5], o[1])
 
-    def one(grad, q, k, v, out, stat, saved, causal):
-        return call_backward(
-            grad, q, k, v, out, stat, saved[6], saved[7], None, None, None, q.shape[2], k.shape[2], 0.0, causal
-        )
-
     def backward():
-        da = one(g_prompt, q_prompt, k_prompt, v_prompt, a[0], a[1], a, True)
-        dc = one(g_rows, q_rows, k_prompt, v_prompt, merged, lse_rows, c, False)
-        do = one(*own, o, True)
+        da = cudnn_backward(g_prompt, q_prompt, k_prompt, v_prompt, a[0], a[1], a, True)
+        dc = cudnn_backward(g_rows, q_rows, k_prompt, v_prompt, merged, lse_rows, c, False)
+        do = cudnn_backward(*own, o, True)
         return da[1] + dc[1], da[2] + dc[2], dc[0] + by_group(do[0])
 
     return milliseconds(forward), milliseconds(backward)
@@ -186,7 +186,6 @@ def composite(layout, dim):
 
 def ragged_composite(layout, dim):
     call = torch.ops.aten._scaled_dot_product_cudnn_attention
-    call_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     ((p, lengths),) = layout.groups
 
     def four(tokens):
@@ -214,15 +213,10 @@ def ragged_composite(layout, dim):
     saved = [(g, *qkv, out, stat.view_as(x[1])) for qkv, x, g, out, stat in zip(own, o, *cut, strict=True)]
     lse_rows = lse.view_as(c[1])
 
-    def one(grad, q, k, v, out, stat, saved, causal):
-        return call_backward(
-            grad, q, k, v, out, stat, saved[6], saved[7], None, None, None, q.shape[2], k.shape[2], 0.0, causal
-        )
-
     def backward():
-        da = one(g_prompt, q_prompt, k_prompt, v_prompt, a[0], a[1], a, True)
-        dc = one(g_rows, q_rows, k_prompt, v_prompt, merged, lse_rows, c, False)
-        do = [one(*x, y, True) for x, y in zip(saved, o, strict=True)]
+        da = cudnn_backward(g_prompt, q_prompt, k_prompt, v_prompt, a[0], a[1], a, True)
+        dc = cudnn_backward(g_rows, q_rows, k_prompt, v_prompt, merged, lse_rows, c, False)
+        do = [cudnn_backward(*x, y, True) for x, y in zip(saved, o, strict=True)]
         return da[1] + dc[1], da[2] + dc[2], dc[0] + torch.cat([x[0] for x in do], 2)
 
     return milliseconds(forward), milliseconds(backward)

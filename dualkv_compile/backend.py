@@ -14,7 +14,7 @@ import itertools
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -99,19 +99,8 @@ class CompiledGraph:
         key = (tuple((i, m.role, _token_input(m, args[i])) for i, m in marks.items()), plan.padding)
         ways = (False,) if plan.padding == "none" else (True,) if self.after is After.CONTINUED else (False, True)
         known = self.variants.setdefault(key, [])
-        refused = {v.keep for v in known if isinstance(v, Refusal)}
         for keep in ways:
-            if keep in refused:
-                continue
-            for variant in [v for v in known if isinstance(v, Variant) and v.keep == keep]:
-                ready = variant.prepare(args, plan)
-                if ready is not None and self._compiled(variant, known):
-                    return variant.run(args, *ready)
-            if any(isinstance(v, Variant) and v.keep == keep and v.fits_but_for_data(args, plan) for v in known):
-                continue  # its facts are false for this batch: another packing may do, compiling it again will not
-            variant = self._attempt(keep, known, lambda keep=keep: self._make(args, marks, plan, keep))
-            if variant is not None:
-                known.append(variant)
+            for variant in self._candidates(keep, known, args, marks, plan):
                 ready = variant.prepare(args, plan)
                 if ready is not None and self._compiled(variant, known):
                     return variant.run(args, *ready)
@@ -125,6 +114,27 @@ class CompiledGraph:
                 "padding positions are right for what follows, pass dualkv_compile.unmark(tensor)"
             )
         return self._dense(key, args, plan, refusals)
+
+    def _candidates(
+        self, keep: bool, known: list[Variant | Refusal], args: Sequence[Any], marks: dict[int, Mark], plan: Plan
+    ) -> Iterator[Variant]:
+        """The variants of one way of packing that may run this batch: those made so far, then a new one."""
+
+        def made() -> list[Variant]:
+            return [v for v in known if isinstance(v, Variant) and v.keep == keep]
+
+        def refused() -> bool:
+            return any(isinstance(v, Refusal) and v.keep == keep for v in known)
+
+        if refused():
+            return
+        yield from made()
+        if refused() or any(v.fits_but_for_data(args, plan) for v in made()):
+            return  # its facts are false for this batch: another packing may do, compiling it again will not
+        variant = self._attempt(keep, known, lambda: self._make(args, marks, plan, keep))
+        if variant is not None:
+            known.append(variant)
+            yield variant
 
     def _make(self, args: Sequence[Any], marks: dict[int, Mark], plan: Plan, keep: bool) -> Variant:
         variant = Variant(self, args, marks, plan, keep)

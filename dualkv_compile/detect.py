@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dualkv_compile.facts import INTEGERS, OWNED, Sharing, _bits, _padding_facts
-from dualkv_compile.marks import _ATTRIBUTE, Mark
+from dualkv_compile.facts import INTEGERS, OWNED, Sharing, bits_of, padding_facts
+from dualkv_compile.marks import Mark, attach
 from dualkv_compile.plan import Plan
 
 # Elements of the comparison of all pairs of rows: batches that are longer are compared a part of their columns at a time.
@@ -81,7 +81,7 @@ def _examined(entries: dict[int, int], names: Sequence[str], args: Sequence[Any]
     mask = masks[0] if masks else None
     with torch.inference_mode(False), torch.no_grad():
         device = next(iter(tensors.values())).device
-        padding = torch.stack(_padding_facts(None if mask is None else tensors[mask], (num_rows, num_columns), device))
+        padding = torch.stack(padding_facts(None if mask is None else tensors[mask], (num_rows, num_columns), device))
         agree = _agreement(list({id(t): t for t in tensors.values()}.values()))
         table = torch.cat([padding, agree]).cpu().numpy()
     (starts, stops, holes, odd), agree = table[:4], table[4:]
@@ -101,13 +101,13 @@ def _examined(entries: dict[int, int], names: Sequence[str], args: Sequence[Any]
     for i, row_dim in entries.items():
         role = "attention_mask" if i == mask else names[i]
         marks[i] = DetectedMark(plan, role, Sharing(None, OWNED), row_dim, False, tensors[i])
-        setattr(tensors[i], _ATTRIBUTE, marks[i])
+        attach(tensors[i], marks[i])
     return marks
 
 
 def _agreement(tensors: list[torch.Tensor]) -> torch.Tensor:
     """[B, B] int64: how many columns from the left agree in two rows, in every tensor ([B, S] or [n, B, S])."""
-    planes = [plane for t in tensors for plane in (_bits(t).unbind(0) if t.ndim == 3 else (_bits(t),))]
+    planes = [plane for t in tensors for plane in (bits_of(t).unbind(0) if t.ndim == 3 else (bits_of(t),))]
     num_rows, num_columns = planes[0].shape
     step = max(1, _CHUNK_ELEMENTS // num_rows**2)
     total = torch.zeros(num_rows, num_rows, dtype=torch.int64, device=planes[0].device)

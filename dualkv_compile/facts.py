@@ -98,7 +98,7 @@ def facts_of(rows, prompt_length, group_size, group_ids, validate):
         lengths = prompt_length.to(device, torch.int64, non_blocking=True)
     else:
         lengths = torch.full(shape[:1], operator.index(prompt_length), device=device, dtype=torch.int64)
-    starts, stops, holes, odd = _padding_facts(rows.mask, shape, device)
+    starts, stops, holes, odd = padding_facts(rows.mask, shape, device)
 
     row_index = torch.arange(rows.num_rows, device=device)
     if group_size is not None:
@@ -121,7 +121,7 @@ def _is_compared(entry, validate):
     return not is_named(entry.role, "attention_mask") and (validate or not entry.defining)
 
 
-def _padding_facts(mask, shape, device):
+def padding_facts(mask, shape, device):
     """Per row: first real column, last + 1, first hole, first column whose mask value is odd."""
     none = torch.full(shape[:1], shape[1], device=device)
     if mask is None:
@@ -152,7 +152,7 @@ def _first_row_with_equal_prompt(values, starts, lengths):
     columns = torch.arange(num_columns, device=values.device)
     weights = _scrambled(torch.arange(values[0].numel(), device=values.device)).view(values.shape[1:])
     keys = []
-    for part, limit in zip(_row_chunks(_bits(values)), _row_chunks(lengths, like=values), strict=True):
+    for part, limit in zip(_row_chunks(bits_of(values)), _row_chunks(lengths, like=values), strict=True):
         terms = (part.to(torch.int64) * weights).flatten(2).sum(2) if part.ndim > 2 else part.to(torch.int64) * weights
         keys.append(torch.where(columns < limit[:, None], terms, 0).sum(1))
     keys = _scrambled(_scrambled(torch.cat(keys) + starts) + lengths)
@@ -172,7 +172,7 @@ def _scrambled(x):
 def _first_difference(values, first_rows, limit):
     """Per row of ``values`` [B, S, …]: the first column below its ``limit`` that differs from its first row; else S."""
     num_columns = values.shape[1]
-    bits = _bits(values)
+    bits = bits_of(values)
     columns = torch.arange(num_columns, device=values.device)
     chunks = (_row_chunks(bits), _row_chunks(first_rows, like=values), _row_chunks(limit, like=values))
     firsts = []
@@ -189,7 +189,7 @@ def _row_chunks(values, like=None):
     return values.split(max(1, _CHUNK_ELEMENTS // per_row))
 
 
-def _bits(values):
+def bits_of(values):
     """Values as integers that are equal where the values are the same, NaN and signed zero included."""
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())

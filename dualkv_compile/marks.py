@@ -170,7 +170,7 @@ def mark_shared_prompt(batch, prompt_length, *, group_size=None, group_ids=None,
     unmark(batch)
     for entry, shared in zip(rows.entries, sharing, strict=True):
         mark = Mark(plan.on(entry.tensor.device), entry.role, shared, entry.row_dim, entry.defining, entry.tensor)
-        setattr(entry.tensor, _ATTRIBUTE, mark)
+        attach(entry.tensor, mark)
     return batch
 
 
@@ -189,7 +189,11 @@ OUTPUT, BLANK_OUTPUT = "output of a compiled piece", "output of a compiled piece
 def mark_output(tensor, plan, row_dim, column_dim, blank, reach):
     """Marks a tensor that a rewritten graph returned: by construction equal in all rows of a group."""
     role = BLANK_OUTPUT if blank else OUTPUT
-    setattr(tensor, _ATTRIBUTE, Mark(plan, role, Sharing(None, reach), row_dim, False, tensor, column_dim))
+    attach(tensor, Mark(plan, role, Sharing(None, reach), row_dim, False, tensor, column_dim))
+
+
+def attach(tensor: torch.Tensor, mark: Mark) -> None:
+    setattr(tensor, _ATTRIBUTE, mark)
 
 
 def is_marked(tensor):
@@ -211,7 +215,7 @@ def mark_of(tensor):
         return None
     with torch.inference_mode(False), torch.no_grad():
         mark = mark.renewed(tensor)
-    setattr(tensor, _ATTRIBUTE, mark)
+    attach(tensor, mark)
     return mark
 
 
@@ -240,7 +244,7 @@ def _mark_of_alias(tensor):
         return None
     alias = Mark(mark.plan, role, Sharing(None, mark.reach), mark.row_dim, False, tensor, mark.column_dim)
     alias.origin = weakref.ref(original)
-    setattr(tensor, _ATTRIBUTE, alias)
+    attach(tensor, alias)
     return alias
 
 

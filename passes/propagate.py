@@ -25,7 +25,6 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dualkv_compile.passes import masks, routing, sites
-from dualkv_compile.passes.align import align
 from dualkv_compile.passes.convert import Converter
 from dualkv_compile.passes.errors import Barrier, CannotDeduplicate, ReadsPadding
 from dualkv_compile.passes.graph import Emitter, Request, Window
@@ -368,9 +367,6 @@ class Propagation:
         return e.call(aten.logical_not.default, e.call(aten.any.default, at_padding))
 
     # -- what rules and sites call -----------------------------------------------------------------------------------------
-
-    def align(self, operands: Sequence[Value], rank: int):
-        return align(operands, rank)
 
     def read_dense(self, value: Value, op: Op, reason: str) -> fx.Node:
         """A packed value unpacked for an operation that reads all its positions."""

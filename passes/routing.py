@@ -14,6 +14,7 @@ import dataclasses
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from dualkv_compile.passes import masks
 from dualkv_compile.passes.errors import Barrier
@@ -86,8 +87,7 @@ def through_routing(engine, op) -> Any:
     if name in ("aten::_grouped_mm", "transformers::grouped_mm_fallback"):
         return _grouped_product(op, order)
     if target in (aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default):
-        integers = kinds[0] == "values" or op.node.meta["val"].dtype in (torch.int32, torch.int64, torch.float32, torch.float64)
-        return _call(op, order, kinds[0] if integers else "values")
+        return _call(op, order, kinds[0] if _holds(op.node.meta["val"].dtype, kinds[0]) else "values")
     if target in (aten.empty_like.default, aten.zeros_like.default):
         from dualkv_compile.passes.rules import full_like
 
@@ -95,6 +95,11 @@ def through_routing(engine, op) -> Any:
     if all(k in ("values", "keys") for k in kinds) and _is_entry_wise(op, routed):
         return _call(op, order, "values")
     raise Barrier(f"sorted tokens are read by {target}")
+
+
+def _holds(dtype: torch.dtype, kind: str) -> bool:
+    """Whether numbers of this kind are exact in `dtype`. Keys are few, and histc wants them as floats; positions may be beyond 2**24."""
+    return kind == "values" or dtype in (torch.int32, torch.int64, torch.float64) or (kind == "keys" and dtype == torch.float32)
 
 
 def _is_entry_wise(op, routed: list[Value]) -> bool:
@@ -184,8 +189,7 @@ def _call(op, order: Order, kind: str) -> Any:
     def packed(v):
         return v.packed if v.routed is not None else op.engine.dense(v)
 
-    is_value = {"is_leaf": lambda x: isinstance(x, Value)}
-    args, kwargs = torch.utils._pytree.tree_map_only(Value, packed, (op.args, op.kwargs), **is_value)
+    args, kwargs = pytree.tree_map_only(Value, packed, (op.args, op.kwargs), is_leaf=lambda x: isinstance(x, Value))
     target = op.target
     if target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
         target, args = aten.reshape.default, (args[0], [args[0].meta["val"].shape[0], *args[1][1:]])

@@ -15,7 +15,7 @@ import torch.fx as fx
 import torch.utils._pytree as pytree
 
 from dualkv_compile.passes import masks, routing, sites
-from dualkv_compile.passes.align import align_batch
+from dualkv_compile.passes.align import align, align_batch
 from dualkv_compile.passes.errors import Barrier
 from dualkv_compile.passes.graph import Request, Window
 from dualkv_compile.passes.layout import Atom, Dim, Kind, Layout, Size, is_constant, over_tokens, regroup, same
@@ -122,7 +122,7 @@ def _keep_tokens_apart(op: Op, value: Value, dims: Sequence[int]) -> None:
 )
 def pointwise(op: Op) -> Result:
     rank = max(len(v.layout.dims) for v in op.values)
-    dims, unshared = op.engine.align(op.values, rank)
+    dims, unshared = align(op.values, rank)
 
     def build():
         window = Layout(dims).column
@@ -299,7 +299,7 @@ def cat(op: Op) -> Result:
     for v in tensors:
         _keep_tokens_apart(op, v, [dim])
     others = [dataclasses.replace(v, layout=_with_dim(v.layout, dim, ())) for v in tensors]
-    dims, unshared = op.engine.align(others, len(op.shape))
+    dims, unshared = align(others, len(op.shape))
     layout = _with_dim(Layout(dims), dim, (Atom(Kind.FEATURE, op.shape[dim]),))
 
     def build():
@@ -313,7 +313,7 @@ def cat(op: Op) -> Result:
 @rule(aten.stack.default)
 def stack(op: Op) -> Result:
     tensors, dim = op.args[0], _dim(op, op.arg(1, 0), len(op.shape))
-    dims, unshared = op.engine.align(tensors, len(op.shape) - 1)
+    dims, unshared = align(tensors, len(op.shape) - 1)
     layout = Layout(dims[:dim] + Layout.plain([op.shape[dim]]).dims + dims[dim:])
 
     def build():
@@ -335,7 +335,7 @@ def scatter_part(op: Op) -> Result:
         part_dims = part.layout.dims
     others = [dataclasses.replace(x, layout=_with_dim(x.layout, dim, ()))]
     others.append(dataclasses.replace(part, layout=_with_dim(Layout(part_dims), dim, ())))
-    dims, unshared = op.engine.align(others, len(op.shape))
+    dims, unshared = align(others, len(op.shape))
     layout = _with_dim(Layout(dims), dim, (Atom(Kind.FEATURE, op.shape[dim]),))
 
     def build():
@@ -599,7 +599,7 @@ def gather(op: Op) -> Result:
     for d in range(rank):
         if d != dim and not all(same(v.fake.shape[d], result_like.fake.shape[d]) for v in tensors):
             raise Barrier("indexes part of a tensor")
-    dims, unshared = op.engine.align([dataclasses.replace(v, layout=_with_dim(v.layout, dim, ())) for v in tensors], rank)
+    dims, unshared = align([dataclasses.replace(v, layout=_with_dim(v.layout, dim, ())) for v in tensors], rank)
     own = result_like.layout.dims[dim]
     layout = _with_dim(Layout(dims), dim, own and (Atom(Kind.FEATURE, op.shape[dim]),))
 
@@ -661,7 +661,7 @@ def nll_loss(op: Op) -> Any:
         raise Barrier("reduces over tokens")
     e, engine = op.engine.emitter, op.engine
     losses = dataclasses.replace(logp, layout=Layout(logp.layout.dims[:-1]))
-    dims, unshared = engine.align([losses, target], len(target.layout.dims))
+    dims, unshared = align([losses, target], len(target.layout.dims))
     if unshared or Layout(dims) != losses.layout:
         raise Barrier(unshared or "reduces over tokens")
     packed_target = op.operand(target, dims, logp.window)
