@@ -186,7 +186,7 @@ class CompiledGraph:
 
     def _dense(self, key: Any, args: Sequence[Any], plan: Plan, refusals: list[Refusal]) -> Any:
         if key not in self.dense_reports:
-            reasons = [v.reason for v in refusals] or [_FALSE_FACTS]
+            reasons = list(dict.fromkeys(v.reason for v in refusals)) or [_FALSE_FACTS]
             sites = max([_count_attention(self.gm), *(v.sites_found for v in refusals)])
             self.dense_reports[key] = self._record(Report(self.name, "dense", notes=reasons))
             self.dense_reports[key].attention_sites = sites
@@ -395,7 +395,7 @@ class Variant:
         before = self._sizes_before_plan(args)
         extra = [resolve(plan, before) for resolve in self._resolvers]
         sizes = self.guards.sizes([*args, *extra])
-        if sizes is None or not self._facts_hold(args, extra, plan):
+        if sizes is None or not self._facts_hold(args, extra, sizes, plan):
             return None
         return extra, sizes, plan
 
@@ -420,15 +420,15 @@ class Variant:
         extra = [resolve(plan, self._sizes_before_plan(args)) for resolve in self._resolvers]
         return self.guards.sizes([*args, *extra]) is not None
 
-    def _facts_hold(self, args: Sequence[Any], extra: Sequence[torch.Tensor], plan: Plan) -> bool:
-        """Whether what the rewrite needs of the data is true of these tensors; asked of the device once per batch."""
+    def _facts_hold(self, args: Sequence[Any], extra: Sequence[torch.Tensor], sizes: list[int], plan: Plan) -> bool:
+        """Whether what the rewrite needs of the data is true of these tensors, sizes and integers; asked of the device once per batch."""
         facts = self.rewrite.facts
         if facts is None:
             return True
         read = [a for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i in self._fact_inputs()]
         if any(a.is_inference() for a in read):  # nothing tells whether they were written to since
             return bool(facts(*args, *extra))
-        key = (id(self), tuple((id(a), a._version) for a in read))
+        key = (self, tuple(sizes), tuple((id(a), a._version) for a in read))
         if key not in plan.cache:
             with torch.no_grad():
                 # the tensors are kept with the answer, so that their ids stay theirs

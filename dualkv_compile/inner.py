@@ -59,11 +59,12 @@ class FreshInputs:
 
     def _meet(self, e: Any, value: int, place: tuple[int, int | None]) -> None:
         if isinstance(e, sympy.Symbol) and e not in self._of_dynamo:
-            self._of_dynamo[e] = expr(self.new_size(value, place))
+            self._of_dynamo[e] = sympy.sympify(expr(self.new_size(value, place)))
 
     def new_size(self, value: int, place: tuple[int, int | None]) -> int | torch.SymInt:
-        """A symbol for a size that is `value` in this batch. 0 and 1 are constants, as in Dynamo; another value compiles anew."""
-        if value in (0, 1):
+        """A symbol for a size that is `value` in this batch. 0 and 1 are constants, as in Dynamo, and so are negative integer arguments;
+        another value compiles anew."""
+        if value < 2:
             self._fixed.append((place, value))
             return value
         source = LocalSource(f"size_{len(self.places)}")

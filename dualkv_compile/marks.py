@@ -307,6 +307,11 @@ def _read_batch(batch):
         row_dim = _row_dim_of(key, tensor, shape)
         if row_dim is None or any(entry.tensor is tensor for entry in entries):
             continue
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            got = "a meta tensor" if tensor.is_meta else f"layout {tensor.layout}"
+            raise InvalidMark(
+                f"expected {name_of(key)} to be a dense tensor that holds values, got {got}. Mark the batch that the model is called with."
+            )
         entries.append(Entry(key, tensor, row_dim, defining=tensor is main and holds_prompts))
     return Rows(*shape, entries, mask, main if holds_prompts else None, main.device)
 

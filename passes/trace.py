@@ -85,10 +85,14 @@ def trace(gm: fx.GraphModule, fake_mode: FakeTensorMode, fake_args: Sequence[Any
     run_on = [a.detach() if isinstance(a, torch.Tensor) else a for a in fake_args]
     for node, value, detached in zip(gm.graph.find_nodes(op="placeholder"), fake_args, run_on, strict=True):
         recorder.add_placeholder(node, value, detached)
-    with fake_mode, enable_python_dispatcher(), torch.no_grad(), recorder, warnings.catch_warnings():
-        # sizes stay symbolic integers in the recorded graph, which is read and never run
-        warnings.filterwarnings("ignore", message="Raw SymInt value")
-        outputs = _run_functionalised(gm, recorder, run_on, fake_args)
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    try:
+        with fake_mode, enable_python_dispatcher(), torch.no_grad(), recorder, warnings.catch_warnings():
+            # sizes stay symbolic integers in the recorded graph, which is read and never run
+            warnings.filterwarnings("ignore", message="Raw SymInt value")
+            outputs = _run_functionalised(gm, recorder, run_on, fake_args)
+    finally:  # a vmap that was entered and, after an error, not left
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
     return recorder.finish(gm, outputs)
 
 
@@ -219,6 +223,7 @@ class _Interpreter(fx.Interpreter):
 
     def __init__(self, gm: fx.GraphModule, recorder: _Recorder):
         super().__init__(gm, garbage_collect_values=False)
+        self.extra_traceback = False  # a reason is one line of a report
         self.recorder = recorder
 
     def run_node(self, n: fx.Node) -> Any:
@@ -236,6 +241,8 @@ class _Interpreter(fx.Interpreter):
             return self._checkpoint(args, kwargs)
         if isinstance(target, torch._ops.HigherOrderOperator):
             raise CannotDeduplicate(f"the higher-order operator {target} cannot be recorded")
+        if _differentiates(target):
+            raise CannotDeduplicate(f"{target.__name__} differentiates inside of the graph, which cannot be recorded")
         return super().call_function(target, args, kwargs)
 
     def _checkpoint(self, args, kwargs) -> Any:
@@ -248,6 +255,14 @@ class _Interpreter(fx.Interpreter):
             return _Interpreter(body, self.recorder).run(*operands)
         finally:
             self.recorder.region = outside
+
+
+def _differentiates(target) -> bool:
+    """Whether a function asks for derivatives: recorded below autograd, it would get zeros. Of torch.func, vmap's alone are none."""
+    module, name = getattr(target, "__module__", None) or "", getattr(target, "__name__", "")
+    if "functorch" in module:
+        return not any(word in name for word in ("vmap", "batch_dim", "lazy_load"))
+    return module.startswith("torch.autograd")
 
 
 def _attention_site(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):

@@ -504,3 +504,9 @@ def test_tensors_on_two_devices():
     mark_shared_prompt(batch, 3)
     assert plan_of(batch["input_ids"]).device.type == "cpu" and plan_of(batch["labels"]).device.type == "cuda"
     assert plan_of(batch["labels"]).packing().pack_index.is_cuda
+
+
+@pytest.mark.parametrize(("make", "got"), [(lambda x: x.to("meta"), "a meta tensor"), (torch.Tensor.to_sparse, "layout torch.sparse_coo")])
+def test_tensors_without_values_are_refused(make, got):
+    with pytest.raises(InvalidMark, match=f"input_ids to be a dense tensor that holds values, got {got}"):
+        mark_shared_prompt({"input_ids": make(torch.ones(2, 4, dtype=torch.long))}, 2, group_size=2)

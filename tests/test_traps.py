@@ -432,3 +432,76 @@ def test_a_product_of_what_repeats_and_what_varies_over_the_rows():
     actual = torch.compile(program, backend="dualkv", options={"inner_backend": "aot_eager"})(marked, shared, own)
     assert relative(actual, program(x, shared, own)) < 1e-12
     assert "differs from row to row" in dualkv_compile.reports()[0].barriers[0].reason
+
+
+def _saturation(z):
+    return (z.tanh() ** 2).sum()
+
+
+DERIVATIVES = {
+    "grad": lambda x: torch.func.grad(_saturation)(x),
+    "grad_and_value": lambda x: torch.func.grad_and_value(_saturation)(x)[0],
+    "vjp": lambda x: torch.func.vjp(torch.tanh, x)[1](torch.ones_like(x))[0],
+    "jvp": lambda x: torch.func.jvp(torch.tanh, (x,), (torch.ones_like(x),))[1],
+    "grad of each": lambda x: torch.func.vmap(torch.func.grad(_saturation))(x),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivatives_inside_of_the_graph_are_left_alone(name):
+    worst, reports = run(Decoder(middle=lambda module, x, ids: x + DERIVATIVES[name](x)), FULL)
+    assert worst < 1e-10
+    assert [r.variant for r in reports] == ["dense"]
+    (note,) = reports[0].notes
+    assert "differentiates" in note and "\n" not in note
+    # nothing of the attempt is left behind
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+
+
+def test_vmap_runs_packed():
+    worst, (report,) = run(Decoder(middle=lambda module, x, ids: x + torch.func.vmap(torch.tanh)(x)), FULL)
+    assert worst < 1e-10
+    assert (report.variant, report.packed_tokens) == ("packed", packed_tokens(FULL["groups"]))
+
+
+class CountsOneToken(nn.Module):
+    """The log-probabilities of all tokens but one, which is an integer argument, or the size of another input."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.logits = nn.Embedding(64, 16), nn.Linear(16, 64)
+        self.double()
+
+    def forward(self, input_ids, attention_mask, pad, other=None):
+        logp = self.logits(self.tokens(input_ids).tanh()).log_softmax(-1)[:, :-1]
+        counted = input_ids[:, 1:] != (pad if other is None else other.shape[0])
+        return (logp.gather(-1, input_ids[:, 1:, None])[..., 0] * counted).sum()
+
+
+@pytest.mark.parametrize("by_size", [False, True])
+@pytest.mark.parametrize(
+    ("dynamic", "pads"),
+    [(True, (63, 7, 63, 5)), (None, (5, 63, 7, 63, 9)), (None, (3, 0, 7, 1, 0, 9)), (True, (-100, -5, 63, -100))],
+)
+def test_facts_are_asked_again_for_another_integer(dynamic, pads, by_size):
+    """Padding holds 63: it may be left out for this integer and for no other, though the tensors are the same."""
+    if by_size and min(pads) < 0:
+        pads = tuple(abs(p) for p in pads)
+    case = batch_of(**RIGHT)
+    real = case["batch"]["attention_mask"].bool()
+    case["batch"]["input_ids"] = torch.where(real, case["batch"]["input_ids"].clamp(max=60), 63)
+    batch = mark(case, ("input_ids", "attention_mask"))
+    plain = {k: case["batch"][k] for k in batch}
+    model = CountsOneToken()
+    compiled = torch.compile(model, backend="dualkv", options={"inner_backend": "aot_eager"}, dynamic=dynamic)
+    for pad in pads:
+        extra = {"pad": 0, "other": torch.zeros(pad, 2)} if by_size else {"pad": pad}
+        found, expected = [], []
+        for call, inputs, into in ((compiled, batch, found), (model, plain, expected)):
+            model.zero_grad()
+            loss = call(**inputs, **extra)
+            loss.backward()
+            into.extend([loss.detach(), model.tokens.weight.grad.clone()])
+        assert all(relative(a, b) < 1e-12 for a, b in zip(found, expected, strict=True)), pad
+    variants = {r.variant for r in dualkv_compile.reports() if r.calls}
+    assert "packed" in variants if 63 in pads else variants == {"packed, padding kept"}
