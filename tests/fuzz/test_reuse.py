@@ -193,7 +193,8 @@ class Reuse(RuleBasedStateMachine):
             "int32": lambda x: x.int(),
             "same": lambda x: x,
         }
-        tensors = {k: v if how == "int32" and k == "labels" else copies[how](v) for k, v in batch.tensors.items()}
+        # labels stay int64; a copy all the same: marking one batch again would change the other's mark
+        tensors = {k: v.clone() if how == "int32" and k == "labels" else copies[how](v) for k, v in batch.tensors.items()}
         new = dataclasses.replace(batch, tensors=tensors)
         self._compare(new)
         return new
