@@ -80,6 +80,9 @@ def trace(gm: fx.GraphModule, fake_mode: FakeTensorMode, fake_args: Sequence[Any
 
     Raises CannotDeduplicate where the program holds something that cannot be recorded faithfully.
     """
+    for node in (n for module in gm.modules() if isinstance(module, fx.GraphModule) for n in module.graph.nodes):
+        if node.op == "call_function" and _differentiates(node.target):
+            raise CannotDeduplicate(f"{node.target.__name__} differentiates inside of the graph, which cannot be recorded")
     recorder = _Recorder(fake_mode)
     # gradient mode is off while recording, and functionalisation wants inputs that need none
     run_on = [a.detach() if isinstance(a, torch.Tensor) else a for a in fake_args]
@@ -91,8 +94,9 @@ def trace(gm: fx.GraphModule, fake_mode: FakeTensorMode, fake_args: Sequence[Any
             # sizes stay symbolic integers in the recorded graph, which is read and never run
             warnings.filterwarnings("ignore", message="Raw SymInt value")
             outputs = _run_functionalised(gm, recorder, run_on, fake_args)
-    finally:  # a vmap that was entered and, after an error, not left
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+    finally:  # after an error, leave each vmap that was entered
+        while torch._C._functorch.get_dynamic_layer_stack_depth() > depth:
+            torch._C._functorch._vmap_decrement_nesting()
     return recorder.finish(gm, outputs)
 
 
@@ -241,8 +245,6 @@ class _Interpreter(fx.Interpreter):
             return self._checkpoint(args, kwargs)
         if isinstance(target, torch._ops.HigherOrderOperator):
             raise CannotDeduplicate(f"the higher-order operator {target} cannot be recorded")
-        if _differentiates(target):
-            raise CannotDeduplicate(f"{target.__name__} differentiates inside of the graph, which cannot be recorded")
         return super().call_function(target, args, kwargs)
 
     def _checkpoint(self, args, kwargs) -> Any:

@@ -464,6 +464,16 @@ def test_vmap_runs_packed():
     assert (report.variant, report.packed_tokens) == ("packed", packed_tokens(FULL["groups"]))
 
 
+def test_a_refusal_inside_of_vmap_leaves_it():
+    def refused(module, x, ids):
+        return torch.func.vmap(lambda y: torch.cond(ids.sum() > 0, torch.tanh, torch.sin, (y,)))(x)
+
+    worst, reports = run(Decoder(middle=refused), FULL)
+    assert worst < 1e-10
+    assert [r.variant for r in reports] == ["dense"]
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+
+
 class CountsOneToken(nn.Module):
     """The log-probabilities of all tokens but one, which is an integer argument, or the size of another input."""
 
