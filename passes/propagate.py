@@ -417,7 +417,7 @@ class Propagation:
         flops = 2 * contracted * product(out)
         self.flops.dense = self.flops.dense + flops
         layout = a.layout if a.is_token else b.layout
-        if layout.is_token and (a.is_packed or b.is_packed or not (a.light and b.light)):
+        if layout.is_token and all(self.runs_packed(v) for v in (a, b) if v.is_token):
             rows = self.choice.num_rows * layout.column.size
             flops = flops // rows * self.convert.num_tokens(Window.of(layout.column.offset, layout.column.size))
         self.flops.packed = self.flops.packed + flops

@@ -515,3 +515,19 @@ def test_facts_are_asked_again_for_another_integer(dynamic, pads, by_size):
         assert all(relative(a, b) < 1e-12 for a, b in zip(found, expected, strict=True)), pad
     variants = {r.variant for r in dualkv_compile.reports() if r.calls}
     assert "packed" in variants if 63 in pads else variants == {"packed, padding kept"}
+
+
+def test_flops_of_what_runs_dense_are_dense():
+    """Rows that differ from the middle on: the MLP's and the logits' products run dense, and are reported so."""
+
+    def rows_differ(module, x, ids):
+        return x + torch.arange(ids.shape[0])[:, None, None]
+
+    worst, (packed,) = run(Decoder(), FULL)
+    assert worst < 1e-10
+    torch._dynamo.reset()
+    worst, (partly,) = run(Decoder(middle=rows_differ), FULL)
+    assert worst < 1e-10
+    assert partly.attention_rewritten == packed.attention_rewritten == 1
+    assert partly.dense_flops == packed.dense_flops
+    assert partly.packed_flops - packed.packed_flops == 2 * 16 * (16 + 32) * (packed.dense_tokens - packed.packed_tokens)
