@@ -146,3 +146,14 @@ def check(case, function, dtype, device="cpu", with_dlse=True, seed=0):
             error = (mine - value).abs().max()
             assert error <= bound, f"{name}: error {error:.3e} above {bound:.3e}, {case}, {dtype}"
     return got
+
+
+def operation(case, device="cpu", impl="triton", tables=None):
+    """The operator on the case's tables (or others), as a function of q, k, v and sinks."""
+    tables = case.tables(device) if tables is None else tables
+
+    def function(q, k, v, sinks):
+        scale = case.head_dim**-0.5
+        return torch.ops.dualkv.shared_prompt_attention(q, k, v, tables, scale, case.window, case.softcap, sinks, impl)
+
+    return function

@@ -38,14 +38,7 @@ def kernels(request, monkeypatch):
 
 
 def op(case, impl="triton"):
-    tables = case.tables("cuda")
-
-    def function(q, k, v, sinks):
-        return torch.ops.dualkv.shared_prompt_attention(
-            q, k, v, tables, case.head_dim**-0.5, case.window, case.softcap, sinks, impl
-        )
-
-    return function
+    return oracle.operation(case, "cuda", impl)
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)

@@ -27,14 +27,7 @@ CASES = {
 
 
 def op(case, tables=None, impl="reference"):
-    tables = case.tables() if tables is None else tables
-
-    def function(q, k, v, sinks):
-        return torch.ops.dualkv.shared_prompt_attention(
-            q, k, v, tables, case.head_dim**-0.5, case.window, case.softcap, sinks, impl
-        )
-
-    return function
+    return oracle.operation(case, impl=impl, tables=tables)
 
 
 @pytest.mark.parametrize("name", CASES)

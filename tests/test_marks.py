@@ -470,7 +470,7 @@ def test_one_synchronisation(groups, length, synchronisations):
     assert synchronisations == ["cpu", "numpy"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("groups", [{}, {"group_size": 2}, {"group_ids": torch.tensor([4, 4])}])
 def test_one_synchronisation_on_the_device(groups, monkeypatch):
     batch = batch_of_two(labels=ids([P, A], [P, B]), position_ids=torch.ones(3, 2, 5))
@@ -498,7 +498,7 @@ def test_one_synchronisation_on_the_device(groups, monkeypatch):
     assert plan_of(batch["labels"]).groups == [[0, 1]]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_tensors_on_two_devices():
     batch = batch_of_two(labels=ids([P, A], [P, B]).cuda())
     mark_shared_prompt(batch, 3)

@@ -10,12 +10,13 @@ import sys
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import oracle
+from fuzz.scale import examples
 from oracle import Case
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -48,24 +49,11 @@ def cases(draw, **fixed):
     return Case(**drawn | fixed)
 
 
-def kernels(case):
-    tables = case.tables(DEVICE)
-
-    def function(q, k, v, sinks):
-        return torch.ops.dualkv.shared_prompt_attention(q, k, v, tables, case.head_dim**-0.5, case.window, case.softcap, sinks, "triton")
-
-    return function
-
-
-def examples(count):
-    return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
-
-
 @examples(EXAMPLES)
 @given(cases(), st.sampled_from((torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)))
 def test_equals_oracle(case, dtype):
     if case.num_tokens:
-        oracle.check(case, kernels(case), dtype, device=DEVICE)
+        oracle.check(case, oracle.operation(case, DEVICE), dtype, device=DEVICE)
 
 
 def everything(case, inputs):
@@ -73,7 +61,7 @@ def everything(case, inputs):
     q, k, v, sinks, dout, _ = (None if x is None else x.clone() for x in inputs)
     for x in (q, k, v):
         x.requires_grad_()
-    out, lse = kernels(case)(q, k, v, sinks)
+    out, lse = oracle.operation(case, DEVICE)(q, k, v, sinks)
     return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout)
 
 

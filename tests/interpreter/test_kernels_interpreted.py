@@ -14,6 +14,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import oracle
 from oracle import Case
+from oracle import operation as kernels
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 
@@ -36,17 +37,6 @@ CASES = {
         for dqk, dv in [(32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (16, 48)]
     },
 }
-
-
-def kernels(case):
-    tables = case.tables()
-
-    def function(q, k, v, sinks):
-        return torch.ops.dualkv.shared_prompt_attention(
-            q, k, v, tables, case.head_dim**-0.5, case.window, case.softcap, sinks, "triton"
-        )
-
-    return function
 
 
 @pytest.mark.parametrize("name", CASES)
