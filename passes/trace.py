@@ -260,10 +260,11 @@ class _Interpreter(fx.Interpreter):
 
 
 def _differentiates(target) -> bool:
-    """Whether a function asks for derivatives: recorded below autograd, it would get zeros. Of torch.func, vmap's alone are none."""
+    """Whether a function asks for derivatives: recorded below autograd, it would get zeros. Of torch.func, vmap's alone are none, and the
+    switch that Dynamo puts around `requires_grad_()`."""
     module, name = getattr(target, "__module__", None) or "", getattr(target, "__name__", "")
     if "functorch" in module:
-        return not any(word in name for word in ("vmap", "batch_dim", "lazy_load"))
+        return not any(word in name for word in ("vmap", "batch_dim", "lazy_load", "set_inplace_requires_grad_allowed"))
     return module.startswith("torch.autograd")
 
 
@@ -276,10 +277,6 @@ def _attention_site(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(dtype)
     return torch.ops.dualkv.attention_site(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-
-
-
-
 
 
 _METADATA_ONLY = {

@@ -458,6 +458,13 @@ def test_derivatives_inside_of_the_graph_are_left_alone(name):
     assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
 
 
+def test_asking_for_gradients_of_an_activation_runs_packed():
+    """As transformers' hook for checkpointing over frozen embeddings does."""
+    worst, (report,) = run(Decoder(middle=lambda module, x, ids: x.tanh().requires_grad_()), FULL)
+    assert worst < 1e-10
+    assert (report.variant, report.packed_tokens) == ("packed", packed_tokens(FULL["groups"]))
+
+
 def test_vmap_runs_packed():
     worst, (report,) = run(Decoder(middle=lambda module, x, ids: x + torch.func.vmap(torch.tanh)(x)), FULL)
     assert worst < 1e-10
