@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import dualkv_compile.kernels  # noqa: F401  registers dualkv::shared_prompt_attention
 import dualkv_compile.unpack  # noqa: F401  registers dualkv::unpack
-from dualkv_compile import detect, dump, inner, report
+from dualkv_compile import detect, dump, eager, inner, report
 from dualkv_compile.errors import InternalErrorWarning, InvalidMark, NotRewritten
 from dualkv_compile.gradients import rows_share_gradient
 from dualkv_compile.kernels.tables import FACTS, NUM_TABLES, table_specs
-from dualkv_compile.marks import BLANK_OUTPUT, Mark, is_marked, mark_of, mark_output
+from dualkv_compile.marks import BLANK_OUTPUT, Mark, active_plan, is_marked, mark_of, mark_output
 from dualkv_compile.options import Options, parse
 from dualkv_compile.passes.errors import Barrier, CannotDeduplicate
 from dualkv_compile.passes.graph import Request, Window
@@ -80,17 +80,21 @@ class CompiledGraph:
         self.variants: dict[Any, list[Variant | Refusal]] = {}
         self.dense_reports: dict[Any, Report] = {}
         self.warned = False
-        if not options.detect and not any(is_marked(_example(n)) for n in placeholders_of_whole(gm)):
+        self.may_verify = self.after is After.RETURNED and eager.may_verify(gm, self.names, fakes)
+        verifies = self.may_verify and active_plan() is not None
+        if not options.detect and not verifies and not any(is_marked(_example(n)) for n in placeholders_of_whole(gm)):
             self.plain = inner.in_context(gm, example_inputs, options.inner_backend, options.inductor)
             self.plain_report = self._record(Report(self.name, compilations=1))
 
     def __call__(self, *args: Any) -> Any:
         marks = {}
         for i in self.candidates:
-            mark = mark_of(args[i])
+            mark = mark_of(args[i]) or eager.mark_by_autograd(args[i])
             if mark is not None:
                 marks[i] = mark
         marks = detect.settled(marks, self.names, self.candidates, args, self.options)
+        if self.may_verify:
+            marks = eager.verified(marks, self.candidates, args)
         if not marks:
             return self._plain(args)
         plan = self._common_plan(marks, args)

@@ -55,7 +55,7 @@ def settled(marks: dict[int, Mark], names: Sequence[str], candidates: Sequence[i
 
 def _entries(names: Sequence[str], candidates: Sequence[int], args: Sequence[Any]) -> dict[int, int]:
     """Per-token inputs by position, and the dimension of each that indexes rows; empty where no token ids are among them."""
-    ids = [i for i in candidates if args[i].ndim == 2 and args[i].dtype in (torch.int64, torch.int32) and not _is_about_positions(names[i])]
+    ids = [i for i in candidates if args[i].ndim == 2 and args[i].dtype in (torch.int64, torch.int32) and not is_about_positions(names[i])]
     ids.sort(key=lambda i: "input_ids" not in names[i])  # first the one that is called so
     if not ids:
         return {}
@@ -68,7 +68,7 @@ def _entries(names: Sequence[str], candidates: Sequence[int], args: Sequence[Any
     return found
 
 
-def _is_about_positions(name: str) -> bool:
+def is_about_positions(name: str) -> bool:
     return "mask" in name or "position" in name
 
 

@@ -4,12 +4,10 @@ Packed, a shared prompt position of a group gets the sum of the rows' gradients,
 where nothing can tell: where the input is a look-up by equal indices, whose backward adds the rows up anyway.
 """
 
+import torch
+
 from dualkv_compile.facts import Entry, compare_with_plan
 from dualkv_compile.marks import BLANK_OUTPUT, OUTPUT
-
-# token-wise with one differentiable operand: what arrives is passed on, row by row
-_PASS_ON = {"ToCopyBackward0", "AliasBackward0", "CloneBackward0", "MulBackward0", "DivBackward0", "MulBackward1", "DivBackward1"}
-
 
 def rows_share_gradient(tensor, mark):
     """Whether the gradients of a group's rows are added up before anyone sees them. One synchronisation a mark, at most."""
@@ -39,15 +37,40 @@ def _is_of_fsdp(hook):
 
 
 def _is_lookup(node, plan):
-    while node.name() in _PASS_ON:
-        following = [n for n, _ in node.next_functions if n is not None]
-        factors = [getattr(node, name, None) for name in ("_saved_self", "_saved_other")]
-        if len(following) != 1 or any(f is not None and f.numel() != 1 for f in factors):
-            return False
-        (node,) = following
-    if node.name() != "EmbeddingBackward0" or node._saved_scale_grad_by_freq:
-        return False
-    indices = node._saved_indices
-    if tuple(indices.shape) != (plan.num_rows, plan.num_columns):
-        return False
+    found = embeddings_behind(node, (plan.num_rows, plan.num_columns))
+    return bool(found) and all(has_equal_indices(f, plan) for f in found)
+
+
+def has_equal_indices(embedding, plan):
+    """Whether an embedding's backward node looks up, in all rows of a group, the same prompt. One synchronisation."""
+    indices = embedding._saved_indices
     return compare_with_plan(Entry("the indices of an embedding", indices), plan.on(indices.device)).reason is None
+
+
+def embeddings_behind(node, rows_and_columns):
+    """The embeddings ``[B, S] -> [B, S, H]`` that an autograd node is made of: nodes, by token-wise operations whose backward is linear; None
+    where it is made of something else. Besides them it may be made of what has no rows (positions, biases): its gradient is the sum over
+    all rows, wherever in a group the rows' gradients stand."""
+    found, stack = [], [node]
+    while stack:
+        node = stack.pop()
+        name = node.name()
+        leaf = getattr(node, "variable", None)
+        shape = tuple(node._input_metadata[0].shape if leaf is None else leaf.shape)
+        if len(shape) < 3 or (len(shape) == 3 and shape[0] == 1):
+            continue  # has no rows
+        if len(shape) > 3 or shape[:2] != rows_and_columns:
+            return None
+        following = [n for n, _ in node.next_functions if n is not None]
+        factors = [f for f in (getattr(node, n, None) for n in ("_saved_self", "_saved_other")) if isinstance(f, torch.Tensor)]
+        if name == "EmbeddingBackward0" and not node._saved_scale_grad_by_freq and tuple(node._saved_indices.shape) == rows_and_columns:
+            found.append(node)
+        elif (
+            name in ("ToCopyBackward0", "AliasBackward0", "CloneBackward0", "AddBackward0", "SubBackward0")
+            or (name in ("MulBackward0", "DivBackward0", "MulBackward1", "DivBackward1") and all(f.numel() == 1 for f in factors))
+            or (name == "NativeLayerNormBackward0" and len(node._saved_normalized_shape) == 1)
+        ):
+            stack += following
+        else:
+            return None
+    return found

@@ -12,7 +12,6 @@ changed (an in-place edit, a copy, an unpickling) the tensor is compared with th
 """
 
 import operator
-import sys
 import weakref
 from collections.abc import Mapping
 
@@ -171,15 +170,27 @@ def mark_shared_prompt(batch, prompt_length, *, group_size=None, group_ids=None,
     for entry, shared in zip(rows.entries, sharing, strict=True):
         mark = Mark(plan.on(entry.tensor.device), entry.role, shared, entry.row_dim, entry.defining, entry.tensor)
         attach(entry.tensor, mark)
+    _active[:] = [weakref.ref(plan)]
     return batch
 
 
 def unmark(batch):
     """Take the marks off a tensor, or off the tensors of a mapping. Returns ``batch``."""
     for tensor in batch.values() if isinstance(batch, Mapping) else (batch,):
-        if isinstance(tensor, torch.Tensor) and hasattr(tensor, _ATTRIBUTE):
+        if is_marked(tensor):
+            if getattr(tensor, _ATTRIBUTE).plan is active_plan():
+                _active.clear()
             delattr(tensor, _ATTRIBUTE)
     return batch
+
+
+#: The plan of the batch that was marked last.
+_active = []
+
+
+def active_plan():
+    """The plan of the batch that was marked last, while a tensor of it is alive; else None."""
+    return _active[0]() if _active else None
 
 
 #: Roles of tensors that a compiled piece returned: marks travel on to the next piece. A blank one has zeros at padding positions.
@@ -208,7 +219,7 @@ def mark_of(tensor):
     """
     mark = getattr(tensor, _ATTRIBUTE, None)
     if mark is None:
-        return _mark_of_alias(tensor) if tensor.grad_fn is not None else None
+        return None
     if mark.is_fresh(tensor):
         return mark
     if mark.role == OUTPUT and mark.column_dim != mark.row_dim + 1:  # written to since, in a shape that is not compared
@@ -217,48 +228,6 @@ def mark_of(tensor):
         mark = mark.renewed(tensor)
     attach(tensor, mark)
     return mark
-
-
-def _mark_of_alias(tensor):
-    """Autograd knows what a tensor is made of: FSDP2 hands a layer's inputs on as new tensors, through an autograd function of its own; an
-    embedding that ran eagerly looked up ids that are marked. Otherwise, or where a tensor was written to since, None."""
-    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-    handed_on = getattr(fsdp, "RegisterPostBackwardFunction", _no_tensor)
-    node, number = tensor.grad_fn, tensor.output_nr
-    while getattr(type(node), "_forward_cls", None) is handed_on:
-        node, number = node.next_functions[number]
-    if node is None:
-        return None
-    original = tensor if node is tensor.grad_fn else _tensor_of(node, number)
-    if node.name() == "EmbeddingBackward0":
-        mark = getattr(node._saved_indices, _ATTRIBUTE, None)
-        if mark is None or tensor._version or node._saved_scale_grad_by_freq or tensor.shape[:-1] != node._saved_indices.shape:
-            return None
-        mark, role = mark_of(node._saved_indices), OUTPUT
-    else:
-        mark = getattr(original, _ATTRIBUTE, None)
-        if mark is None or mark.role not in (OUTPUT, BLANK_OUTPUT) or not mark.is_fresh(original):
-            return None
-        role = mark.role
-    if original is None or not mark.shared or _identity(original) != _identity(tensor):
-        return None
-    alias = Mark(mark.plan, role, Sharing(None, mark.reach), mark.row_dim, False, tensor, mark.column_dim)
-    alias.origin = weakref.ref(original)
-    attach(tensor, alias)
-    return alias
-
-
-def _tensor_of(node, number):
-    """The tensor that an autograd node made, which the frame that called FSDP2's hook still holds. Hooks may hang on it."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == torch.nn.modules.module.__file__:
-            values = frame.f_locals
-            for value in (*values.get("args", ()), *values.get("kwargs", {}).values()):
-                if isinstance(value, torch.Tensor) and value.grad_fn is node and value.output_nr == number:
-                    return value
-        frame = frame.f_back
-    return None
 
 
 def plan_of(tensor):

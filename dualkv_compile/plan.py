@@ -270,6 +270,12 @@ class Plan:
             self._on_devices[device] = Plan(*facts, owned=owned, device=device)
         return self._on_devices[device]
 
+    def unpadded(self):
+        """The plan in which every column is a token; cached."""
+        if "unpadded" not in self.cache:
+            self.cache["unpadded"] = Plan(self.groups, self.num_columns, self.prompt_ends, owned=self.owned, device=self.device)
+        return self.cache["unpadded"]
+
     def __eq__(self, other):
         if self is other:
             return True
