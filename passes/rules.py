@@ -19,7 +19,7 @@ from dualkv_compile.passes.align import align, align_batch
 from dualkv_compile.passes.errors import Barrier
 from dualkv_compile.passes.graph import Request, Window
 from dualkv_compile.passes.layout import Atom, Dim, Kind, Layout, Size, is_constant, over_tokens, regroup, same
-from dualkv_compile.passes.values import Value
+from dualkv_compile.passes.values import AtPadding, Value
 
 aten = torch.ops.aten
 
@@ -668,7 +668,7 @@ def nll_loss(op: Op) -> Any:
     each = e.getitem(e.call(op.target, logp.packed, packed_target, None, 0, ignore), 0)
     kept = e.call(aten.ne.Scalar, target.dense, ignore)
     zero = engine.zero_fact(kept, losses.layout, logp.window) if target.pure else None
-    value = Value(op.node, losses.layout, packed=each, zero_at_padding=zero)
+    value = Value(op.node, losses.layout, packed=each, at_padding=None if zero is None else AtPadding(0, (zero,)))
     count = e.call(aten._to_copy.default, e.call(aten.sum.default, kept), dtype=logp.fake.dtype)
     if reduction == 0:
         return [value, Value(op.node, Layout(()), dense=e.call(aten.zeros_like.default, count))]
