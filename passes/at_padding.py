@@ -31,7 +31,7 @@ def of_result(engine, op, result: Value) -> AtPadding | None:
     target = op.target
     if target in _MOVES:
         return _known(op.args[0])
-    if target in _REDUCES:
+    if target in _KEEP_ZERO:
         found = _known(op.args[0])
         return found if found is not None and found.number == 0 else None
     if target in _PRODUCTS:
@@ -59,8 +59,11 @@ _MOVES = {
     aten.t.default,
     aten.expand.default,
     aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
 }
-_REDUCES = {aten.sum.dim_IntList, aten.mean.dim}
+_KEEP_ZERO = {aten.sum.dim_IntList, aten.mean.dim, aten.mm.default}
 _PRODUCTS = {aten.mul.Tensor, aten.logical_and.default, aten.bitwise_and.Tensor}
 _FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
 _CHOICES = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar}

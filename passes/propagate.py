@@ -225,11 +225,11 @@ class Propagation:
                 result = self.by_rule(op)
         except Barrier as barrier:
             result = self.dense_operation(op, str(barrier))
-        if isinstance(result, Value) and isinstance(node.meta["val"], torch.Tensor):
-            if result.dense is not None:
-                result.element = masks.evaluate(node, self.element_of)
-            if self.choice.drops_padding and result.is_token and result.score is None and result.routed is None:
-                result.at_padding = result.at_padding or at_padding.of_result(self, op, result)
+        if isinstance(result, Value) and result.dense is not None and isinstance(node.meta["val"], torch.Tensor):
+            result.element = masks.evaluate(node, self.element_of)
+        for value in result if isinstance(result, (list, tuple)) else [result]:
+            if self.choice.drops_padding and isinstance(value, Value) and value.is_token and value.score is None and value.routed is None:
+                value.at_padding = value.at_padding or at_padding.of_result(self, op, value)
         return result
 
     def element_of(self, node: fx.Node) -> Any:
@@ -368,12 +368,10 @@ class Propagation:
     def causal(self, op: Op, result: Result) -> Any:
         """Runs dense, yet depends on no later column, so that its result is a token value again."""
         x = op.args[0]
-        if x.tainted and self.choice.padding == "left":
-            raise self.reads_padding(op, "runs along columns")
+        if self.choice.padding == "left" and (x.tainted or (x.is_packed and self.choice.drops_padding)):
+            self.excuse_padding(x, op, "runs along columns")
         if not x.shared or not x.is_packed:
             return self.dense_result(op, result, shared=x.shared)
-        if self.choice.drops_padding and self.choice.padding == "left":
-            raise self.reads_padding(op, "runs along columns")
         self.note_barrier(op, "runs along columns: unpacked for it, packed again after it")
         return self.wrap(op, result, dense=self.emit_dense(op.node), tainted=self.choice.drops_padding)
 
