@@ -376,8 +376,7 @@ class Variant:
             return plan.packing(*numbers(request.window)).valid
         packing = plan.packing(*numbers(request.window), keep=self.keep)
         if request.kind == "subselect":
-            base = plan.packing(*numbers(request.base), keep=self.keep)
-            return torch.searchsorted(base.select, packing.select)
+            return packing.places_in([plan.packing(*numbers(w), keep=self.keep) for w in request.base])
         return getattr(packing, request.kind)
 
     def _resolver(self, request: Request) -> Callable[[Plan, list[int]], torch.Tensor]:

@@ -119,6 +119,12 @@ class Packing:
     def select(self):
         return self._spread(4).add_(self._token_index())
 
+    @_on_real_tensors
+    def places_in(self, others):
+        """``[T]``: where this packing's tokens stand in those of ``others``, one packing after the other, which hold them all."""
+        ordered, order = torch.cat([other.select for other in others]).sort()
+        return order[torch.searchsorted(ordered, self.select)]
+
     @_lazy
     def valid(self):
         start, _, stop, _, _ = self._tables[1].unsqueeze(2)

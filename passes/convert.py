@@ -60,12 +60,14 @@ class Converter:
             x = e.call(aten.clone.default, x, memory_format=torch.contiguous_format)
         return x
 
-    def zero_padding(self, value: Value) -> fx.Node:
-        """A dense token value with zeros at its padding positions."""
+    def fill_padding(self, value: Value, dense: fx.Node, number: bool | int | float) -> fx.Node:
+        """`dense`, the dense form of a token value, with a number at its padding positions."""
         e, atoms = self.emitter, value.layout.atoms()
-        mask = self.valid(value.layout, value.window)
-        x = e.reshape(value.dense, [a.size for a in atoms])
-        return e.reshape(e.call(aten.where.ScalarOther, mask, x, 0), list(value.dense.meta["val"].shape))
+        with e.after(dense):
+            mask = self.valid(value.layout, value.window)
+            x = e.reshape(dense, [a.size for a in atoms])
+            other = e.call(aten.scalar_tensor.default, number, dtype=x.meta["val"].dtype, device=x.meta["val"].device)
+            return e.reshape(e.call(aten.where.self, mask, x, other), list(dense.meta["val"].shape))
 
     def valid(self, layout: Layout, window: Window) -> fx.Node:
         """True at real positions; one dimension per atom of the layout, of size 1 where the atom is neither row nor column."""

@@ -38,20 +38,20 @@ class Request:
     """An extra input of the rewritten graph: a tensor of the batch's plan, looked up at every call.
 
     kind: "pack_index", "unpack_index", "window_columns", "valid" of a window's packing; "subselect": the positions of `window`'s
-    tokens in the order of `base`; "table": one of the attention op's tables (`index`, with padding keys hidden or not); "constant": the
-    recorded graph's tensor constant `name`.
+    tokens where those of the windows of `base` stand one after the other; "table": one of the attention op's tables (`index`, with
+    padding keys hidden or not); "constant": the recorded graph's tensor constant `name`.
     """
 
     kind: str
     window: Window | None = None
-    base: Window | None = None
+    base: tuple[Window, ...] = ()
     index: int = 0
     hidden: bool = False
     name: str = ""
 
     @property
     def windows(self) -> list[Window]:
-        return [w for w in (self.window, self.base) if w is not None]
+        return [w for w in (self.window, *self.base) if w is not None]
 
 
 def expr(size: Size) -> Any:

@@ -24,7 +24,7 @@ import torch.fx as fx
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dualkv_compile.passes import masks, routing, sites
+from dualkv_compile.passes import at_padding, masks, routing, sites
 from dualkv_compile.passes.convert import Converter
 from dualkv_compile.passes.errors import Barrier, CannotDeduplicate, ReadsPadding
 from dualkv_compile.passes.graph import Emitter, Request, Window
@@ -205,6 +205,7 @@ class Propagation:
         value = Value(node, layout, dense=new, light=light, pure=True)
         if mark is not None:
             value.shared, value.tainted, value.reach = mark.shared, mark.blank, mark.reach
+            value.pure = not mark.blank  # a fact must not be true because padding is blank
         value.element = masks.input_element(node, "padding_mask" if mark is not None and mark.is_padding_mask else "data")
         return value
 
@@ -226,6 +227,9 @@ class Propagation:
             result = self.dense_operation(op, str(barrier))
         if isinstance(result, Value) and result.dense is not None and isinstance(node.meta["val"], torch.Tensor):
             result.element = masks.evaluate(node, self.element_of)
+        for value in result if isinstance(result, (list, tuple)) else [result]:
+            if self.choice.drops_padding and isinstance(value, Value) and value.is_token and value.score is None and value.routed is None:
+                value.at_padding = value.at_padding or at_padding.of_result(self, op, value)
         return result
 
     def element_of(self, node: fx.Node) -> Any:
@@ -254,24 +258,18 @@ class Propagation:
         if unshared is None and any(self.runs_packed(v) for v in op.values):
             call = self.emitter.call
             packed = result.build() if result.build else call(op.target, *op.packed_args(), **op.packed_kwargs())
-            values = self.wrap(op, result, packed=packed)
-            if isinstance(values, Value):
-                values.zero_at_padding = self.still_zero(op)
-            return values
+            return self.wrap(op, result, packed=packed)
         if unshared is not None:
             self.note_barrier(op, unshared)
         return self.dense_result(op, result, shared=unshared is None)
 
     def dense_result(self, op: Op, result: Result, shared: bool = True) -> Any:
         """The operation as the user wrote it, token-wise or on no tokens at all."""
-        tainted, zero = self.is_tainted(op), self.still_zero(op)
+        tainted = self.is_tainted(op)
         dense = self.emit_dense(op.node)
         light, pure = all(v.light for v in op.values), all(v.pure for v in op.values)
         reach = min((v.reach for v in op.values if v.is_token), default=0)
-        values = self.wrap(op, result, dense=dense, shared=shared, light=light, pure=pure, tainted=tainted, reach=reach)
-        if isinstance(values, Value):
-            values.zero_at_padding = zero
-        return values
+        return self.wrap(op, result, dense=dense, shared=shared, light=light, pure=pure, tainted=tainted, reach=reach)
 
     def dense_operation(self, op: Op, reason: str) -> Any:
         """Mixes tokens in a way that no rule proves harmless: the operation sees exactly what the unmarked batch shows it."""
@@ -329,31 +327,19 @@ class Propagation:
         return any(v.tainted or self.loses_padding(v) for v in op.values)
 
     def excuse_padding(self, value: Value, op: Op, reason: str) -> None:
-        if value.zero_at_padding is None:
+        """From here on the value's dense form holds at padding what the unmarked batch has there; or it cannot, and padding is kept."""
+        if value.at_padding is None:
             raise self.reads_padding(op, reason)
-        self.facts[value.zero_at_padding] = None
+        self.facts.update(dict.fromkeys(value.at_padding.facts))
+        if value.tainted or value.at_padding.number != 0:
+            value.dense = self.convert.fill_padding(value, self.dense(value), value.at_padding.number)
+            value.tainted = False
 
     @staticmethod
     def reads_padding(op: Op, reason: str) -> ReadsPadding:
         lines = [text.strip() for text in (op.node.meta.get("stack_trace") or "").splitlines()]
         line = next((text for text in reversed(lines) if text.strip("^~ ")), "")
         return ReadsPadding(f"{op.target} {reason}, which reads padding positions" + (f": {line}" if line else ""))
-
-    def still_zero(self, op: Op) -> fx.Node | None:
-        """The fact that makes a result zero at padding, if a factor is zero there or an operand was and the operation keeps zeros."""
-        if not self.choice.drops_padding or not isinstance(op.node.meta["val"], torch.Tensor):
-            return None
-        if op.target in _KEEPS_ZERO and isinstance(op.args[0], Value) and op.args[0].zero_at_padding is not None:
-            return op.args[0].zero_at_padding
-        if op.target is not aten.mul.Tensor:
-            return None
-        tokens = next((v for v in op.values if v.is_token and not v.pure), None)
-        for v in op.values:
-            if v.zero_at_padding is not None:
-                return v.zero_at_padding
-            if tokens is not None and v.pure and v is not tokens and len(v.layout.dims) <= len(tokens.layout.dims):
-                return self.zero_fact(self.emitter.call(aten.ne.Scalar, v.dense, 0), tokens.layout, tokens.window)
-        return None
 
     def zero_fact(self, nonzero: fx.Node, layout: Layout, window: Window) -> fx.Node | None:
         """The fact "`nonzero`, which broadcasts against a token layout, is False wherever there is padding"."""
@@ -382,12 +368,10 @@ class Propagation:
     def causal(self, op: Op, result: Result) -> Any:
         """Runs dense, yet depends on no later column, so that its result is a token value again."""
         x = op.args[0]
-        if x.tainted and self.choice.padding == "left":
-            raise self.reads_padding(op, "runs along columns")
+        if self.choice.padding == "left" and (x.tainted or (x.is_packed and self.choice.drops_padding)):
+            self.excuse_padding(x, op, "runs along columns")
         if not x.shared or not x.is_packed:
             return self.dense_result(op, result, shared=x.shared)
-        if self.choice.drops_padding and self.choice.padding == "left":
-            raise self.reads_padding(op, "runs along columns")
         self.note_barrier(op, "runs along columns: unpacked for it, packed again after it")
         return self.wrap(op, result, dense=self.emit_dense(op.node), tainted=self.choice.drops_padding)
 
@@ -451,7 +435,7 @@ class Propagation:
             apart = kinds == [[Kind.ROW], [Kind.COLUMN]] and row_dim < column_dim
             if (apart or kinds[0] == [Kind.ROW, Kind.COLUMN]) and value.window == Window.of(0, self.choice.num_columns):
                 self.token_outputs.append(TokenOutput(index, row_dim, column_dim, blank, value.reach))
-        return self.convert.zero_padding(value) if value.tainted and value.is_token else self.dense(value)
+        return self.convert.fill_padding(value, value.dense, 0) if value.tainted and value.is_token else self.dense(value)
 
     def facts_module(self) -> fx.GraphModule | None:
         """The facts as a graph of their own: run at a call, before the variant is chosen, once per batch."""
@@ -468,24 +452,6 @@ class Propagation:
             total = copies[fact] if total is None else graph.call_function(aten.logical_and.default, (total, copies[fact]))
         graph.output(total)
         return fx.GraphModule({}, graph, class_name="Facts")
-
-
-# zero operand, zero result
-_KEEPS_ZERO = {
-    aten.mul.Tensor,
-    aten.mul.Scalar,
-    aten.div.Tensor,
-    aten.div.Scalar,
-    aten.neg.default,
-    aten._to_copy.default,
-    aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.squeeze.dim,
-    aten.unsqueeze.default,
-}
 
 
 def _is_first_unshared(value: Value) -> bool:

@@ -18,8 +18,8 @@ from dualkv_compile.passes import masks, routing, sites
 from dualkv_compile.passes.align import align, align_batch
 from dualkv_compile.passes.errors import Barrier
 from dualkv_compile.passes.graph import Request, Window
-from dualkv_compile.passes.layout import Atom, Dim, Kind, Layout, Size, is_constant, over_tokens, regroup, same
-from dualkv_compile.passes.values import Value
+from dualkv_compile.passes.layout import Atom, Dim, Kind, Layout, Size, is_constant, over_tokens, product, regroup, same
+from dualkv_compile.passes.values import AtPadding, Value
 
 aten = torch.ops.aten
 
@@ -119,6 +119,8 @@ def _keep_tokens_apart(op: Op, value: Value, dims: Sequence[int]) -> None:
     aten.where.self,
     aten.where.ScalarOther,
     aten.where.ScalarSelf,
+    aten.polar.default,
+    aten.complex.default,
 )
 def pointwise(op: Op) -> Result:
     rank = max(len(v.layout.dims) for v in op.values)
@@ -214,6 +216,37 @@ def expand(op: Op) -> Result:
     return Result(layout, build)
 
 
+@rule(aten.repeat.default)
+def repeat(op: Op) -> Result:
+    """x.repeat(1, 3, 1): index r * n + i of a repeated dimension is i, whatever r."""
+    x = op.args[0]
+    dims = [()] * (len(op.shape) - len(x.layout.dims)) + list(x.layout.dims)
+    for d, times in enumerate(op.args[1]):
+        if same(times, 1):
+            continue
+        if over_tokens(dims[d]):
+            raise Barrier("repeats tokens")
+        dims[d] = (Atom(Kind.CONSTANT, times), *dims[d])
+    return Result(Layout(tuple(dims)))
+
+
+@rule(aten.view_as_complex.default, aten.view_as_real.default)
+def pairs(op: Op) -> Result:
+    """The last dimension, of size two, becomes one complex number, or the other way round."""
+    x = op.args[0]
+    if op.target is aten.view_as_real.default:
+        return Result(Layout(x.layout.dims + Layout.plain([2]).dims))
+    _keep_tokens_apart(op, x, [len(x.layout.dims) - 1])
+
+    def build():
+        packed = op.operand(x, x.layout.dims, op.window())
+        if not packed.meta["val"].is_contiguous():  # the pairs must lie side by side
+            packed = op.engine.emitter.call(aten.clone.default, packed, memory_format=torch.contiguous_format)
+        return op.engine.emitter.call(op.target, packed)
+
+    return Result(Layout(x.layout.dims[:-1]), build)
+
+
 @rule(aten.slice.Tensor)
 def slice_(op: Op) -> Result | Value:
     x, dim = op.args[0], _dim(op, op.arg(1, 0))
@@ -240,7 +273,7 @@ def columns(op: Op, x: Value, dim: int, start: Size, size: Size) -> Result | Val
             raise Barrier("takes a single column")
         return op.engine.dense_result(op, Result(layout), shared=x.shared)
     window = Window.of(atom.offset + start, size)
-    index = op.engine.emitter.request(Request("subselect", window, base=x.window))
+    index = op.engine.emitter.request(Request("subselect", window, base=(x.window,)))
     packed = op.engine.emitter.call(aten.index_select.default, x.packed, dim, index)
     value = Value(op.node, layout, packed=packed)
     if not same(size, 1):
@@ -296,8 +329,8 @@ def cat(op: Op) -> Result:
         return Result(x.layout, lambda: op.operand(x, x.layout.dims, op.window()))
     if any(len(v.layout.dims) != len(op.shape) for v in tensors):
         raise Barrier("concatenates tensors of different rank")
-    for v in tensors:
-        _keep_tokens_apart(op, v, [dim])
+    if any(over_tokens(v.layout.dims[dim]) for v in tensors):
+        return cat_columns(op, tensors, dim)
     others = [dataclasses.replace(v, layout=_with_dim(v.layout, dim, ())) for v in tensors]
     dims, unshared = align(others, len(op.shape))
     layout = _with_dim(Layout(dims), dim, (Atom(Kind.FEATURE, op.shape[dim]),))
@@ -308,6 +341,32 @@ def cat(op: Op) -> Result:
         return op.engine.emitter.call(aten.cat.default, operands, dim)
 
     return Result(layout, build, unshared)
+
+
+def cat_columns(op: Op, tensors: Sequence[Value], dim: int) -> Result:
+    """Pieces that follow each other along the columns, as a loop over chunks of columns makes them.
+
+        cat([a[:, 0:4], b[:, 4:9]], 1)      becomes      cat([a', b'], 1) in the order of the packed tokens of columns 0 to 8
+    """
+    pieces = [v.layout.dims[dim] for v in tensors]
+    if any([a.kind for a in piece] != [Kind.COLUMN] for piece in pieces):
+        raise Barrier("concatenates tokens with something else than columns")
+    end = pieces[0][0].offset
+    for (atom,) in pieces:
+        if not same(atom.offset, end):
+            raise Barrier("concatenates columns that do not follow each other")
+        end = end + atom.size
+    column = (Atom(Kind.COLUMN, op.shape[dim], pieces[0][0].offset),)
+    dims, unshared = align([dataclasses.replace(v, layout=_with_dim(v.layout, dim, column)) for v in tensors], len(op.shape))
+
+    def build():
+        e = op.engine.emitter
+        window, parts = Window.of(column[0].offset, column[0].size), tuple(v.window for v in tensors)
+        operands = [op.operand(v, _with_dim(Layout(dims), dim, v.layout.dims[dim]).dims, v.window, expand=True) for v in tensors]
+        joined = e.call(aten.cat.default, operands, dim)
+        return e.call(aten.index_select.default, joined, dim, e.request(Request("subselect", window, base=parts)))
+
+    return Result(Layout(dims), build, unshared)
 
 
 @rule(aten.stack.default)
@@ -429,14 +488,59 @@ def reduce_with_index(op: Op) -> Result:
     return _reduced(op, [op.args[1]], op.arg(2, False), outputs=2)
 
 
-@rule(aten._softmax.default, aten._log_softmax.default, aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
+_RUNNING = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default)
+
+
+@rule(aten._softmax.default, aten._log_softmax.default, *_RUNNING)
 def along_dim(op: Op) -> Result:
     x, dim = op.args[0], _dim(op, op.args[1])
-    own = x.layout.dims[dim]
-    if x.is_token and own == (x.layout.column,) and op.target in (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default):
-        return op.engine.causal(op, Result(x.layout))
+    own, outputs = x.layout.dims[dim], 2 if isinstance(op.node.meta["val"], (tuple, list)) else 1
+    if x.is_token and own == (x.layout.column,) and op.target in _RUNNING:
+        return op.engine.causal(op, Result(x.layout if outputs == 1 else [x.layout] * outputs))
     _keep_tokens_apart(op, x, [dim])
-    return Result(_with_dim(x.layout, dim, own and (Atom(Kind.FEATURE, x.fake.shape[dim]),)))
+    layout = _with_dim(x.layout, dim, own and (Atom(Kind.FEATURE, x.fake.shape[dim]),))
+    return Result(layout if outputs == 1 else [layout] * outputs)
+
+
+@rule(aten.convolution.default)
+def convolution(op: Op) -> Any:
+    """A convolution along columns, rows and channels apart: index i of its result reads the operand's indices up to i + reach - padding.
+
+    It stands for the last column that it reads, so that it depends on no later one:
+
+        conv1d(x[B, C, S], w[C, 1, 4], padding=3)[..., :S]             columns 0 to S - 1
+        conv1d(pad(x[B, C, S], (3, 0)), w[C, 1, 4])                    the same: the operand begins at column -3
+    """
+    x, weight, bias, stride, padding, dilation, transposed, _, _ = (op.arg(i) for i in range(9))
+    dims = x.layout.dims
+    if not x.is_token or len(dims) != 3 or [[a.kind for a in d] for d in (dims[0], dims[2])] != [[Kind.ROW], [Kind.COLUMN]]:
+        raise Barrier("convolves something else than the columns of each row")
+    if weight.is_token or (bias is not None and bias.is_token) or transposed or not same(stride[0], 1):
+        raise Barrier("convolves tokens with a stride, transposed, or with weights that belong to tokens")
+    reach = (weight.fake.shape[2] - 1) * dilation[0]
+    column = _column(op, op.shape[2], dims[2][0].offset + reach - padding[0])
+    return op.engine.causal(op, Result(Layout((dims[0], *Layout.plain([op.shape[1]]).dims, (column,)))))
+
+
+@rule(aten.roll.default)
+def roll(op: Op) -> Result | Value:
+    """labels.roll(-1, 1): index i stands for the column after it; what came around stands where no column of the batch is."""
+    x, shifts, dims = op.args[0], op.args[1], [_dim(op, d) for d in op.arg(2, [])]
+    if dims and not any(over_tokens(x.layout.dims[d]) for d in dims):
+        return Result(_without_constants(x.layout, dims))
+    layout = x.layout
+    whole = (Atom(Kind.COLUMN, op.engine.choice.num_columns),)
+    forward = len(dims) == 1 and layout.dims[dims[0]] == whole and isinstance(shifts[0], int) and shifts[0] < 0
+    if not forward or x.is_packed:
+        raise Barrier("rolls tokens around")
+    layout = _with_dim(layout, dims[0], (Atom(Kind.COLUMN, layout.column.size, -shifts[0]),))
+    return op.engine.dense_result(op, Result(layout), shared=x.shared)
+
+
+def _without_constants(layout: Layout, dims: Sequence[int]) -> Layout:
+    for d in dims:
+        layout = _with_dim(layout, d, layout.dims[d] and (Atom(Kind.FEATURE, product(a.size for a in layout.dims[d])),))
+    return layout
 
 
 @rule(aten.sort.default, aten.sort.stable, aten.topk.default, aten.flip.default)
@@ -668,7 +772,7 @@ def nll_loss(op: Op) -> Any:
     each = e.getitem(e.call(op.target, logp.packed, packed_target, None, 0, ignore), 0)
     kept = e.call(aten.ne.Scalar, target.dense, ignore)
     zero = engine.zero_fact(kept, losses.layout, logp.window) if target.pure else None
-    value = Value(op.node, losses.layout, packed=each, zero_at_padding=zero)
+    value = Value(op.node, losses.layout, packed=each, at_padding=None if zero is None else AtPadding(0, (zero,)))
     count = e.call(aten._to_copy.default, e.call(aten.sum.default, kept), dtype=logp.fake.dtype)
     if reduction == 0:
         return [value, Value(op.node, Layout(()), dense=e.call(aten.zeros_like.default, count))]

@@ -449,7 +449,9 @@ def rewrite(
     if mask.kind not in ("causal", "asked"):
         raise Barrier(f"its mask is not causal: {mask.reason}")
     hidden = _padding_hidden(engine, op, mask, gives_zero)
-    k, v = _without_repeats(engine, k), _without_repeats(engine, v)
+    bare = [_without_repeats(engine, x) for x in (k, v)]
+    if bare[0].num_heads == bare[1].num_heads:  # else one repeats its heads in an order of its own
+        k, v = bare
     if k.num_heads != v.num_heads or q.num_heads % k.num_heads:
         raise Barrier("the numbers of query, key and value heads do not divide")
     if not scale > 0:

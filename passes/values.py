@@ -12,6 +12,15 @@ from dualkv_compile.passes.graph import Window
 from dualkv_compile.passes.layout import Layout
 
 
+@dataclasses.dataclass(frozen=True)
+class AtPadding:
+    """Where `facts` (Boolean nodes) hold, a value is this number at all padding positions, in the unmarked batch too: whatever stands at
+    the padding of what it was computed from."""
+
+    number: bool | int | float
+    facts: tuple[fx.Node, ...]
+
+
 @dataclasses.dataclass
 class Value:
     """One tensor of the recorded graph and the node of the new graph that holds it.
@@ -38,8 +47,8 @@ class Value:
     pure: bool = False
     # dense, behind an unpack that left padding out: padding positions lack the numbers that the unmarked batch has there
     tainted: bool = False
-    # a fact (Boolean node) that, where it holds, makes the value zero at padding positions, here and in the unmarked batch
-    zero_at_padding: fx.Node | None = None
+    # what it is at padding positions, if that depends on no padding
+    at_padding: AtPadding | None = None
     # the symbolic element (`dualkv_compile.passes.masks`), if known
     element: Any = None
 

@@ -280,6 +280,13 @@ def split(d, target):
 def cat(d, target):
     x = d.operand()
     at = d.dim(x)
+    if d.flag(3) and d.shape(x)[at] > 1:  # cut into chunks, which go different ways
+        cut = d.draw(st.integers(1, d.shape(x)[at] - 1))
+        chunks = [d.call(aten.slice.Tensor, x, at, 0, cut), d.call(aten.slice.Tensor, x, at, cut, 2**63 - 1)]
+        chunks[0] = d.call(aten.sin.default, chunks[0])
+        if d.flag(4):
+            chunks.reverse()
+        return d.call(target, chunks, at)
     tensors = [x]
     for _ in range(d.draw(st.integers(0, 2))):
         kind = d.draw(st.integers(0, 3))
@@ -387,10 +394,61 @@ def softmax(d, target):
     return d.call(target, x, d.dim(x), False)
 
 
-@case(aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
+@case(aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default)
 def cumulative(d, target):
     x = d.operand()
     return d.call(target, x, d.dim(x))
+
+
+@case(aten.convolution.default)
+def convolution(d, target):
+    x = d.operand()
+    if d.flag() or len(d.shape(x)) != 3:  # as decoders have it
+        x = d.call(aten.permute.default, d.call(aten.sin.default, d.bench.token(4, shared=not d.flag(6))), [0, 2, 1])
+    k, dilation, groups = d.pick(1, 2, 3), d.pick(1, 1, 2), d.pick(1, d.shape(x)[1])
+    padding = d.pick(0, (k - 1) * dilation, (k - 1) * dilation, 1)
+    if d.flag(3):
+        x = d.call(aten.constant_pad_nd.default, x, [(k - 1) * dilation, 0], 0.0)
+        padding = 0
+    assume(d.shape(x)[2] + 2 * padding > (k - 1) * dilation)
+    weight = d.table(d.shape(x)[1], d.shape(x)[1] // groups, k)
+    bias, stride = d.table(d.shape(x)[1]) if d.flag() else None, d.pick(1, 1, 1, 2)
+    y = d.call(target, x, weight, bias, [stride], [padding], [dilation], False, [0], groups)
+    if d.flag():
+        start = d.pick(0, 0, 1)
+        assume(d.shape(y)[2] > start)
+        y = d.call(aten.slice.Tensor, y, 2, start, start + d.bench.columns)
+        y = d.call(aten.sin.default, y)
+    return y
+
+
+@case(aten.roll.default)
+def roll(d, target):
+    x = d.bench.token(*([3] if d.flag() else []), dtype=torch.int64, shared=not d.flag(6)) if d.flag() else d.operand()
+    dims = [d.dim(x)] if d.flag(3) else [1] if len(d.shape(x)) > 1 else [0]
+    y = d.call(target, x, [d.pick(-1, -1, -2, 1)], dims)
+    return d.call(aten.mul.Tensor, y, d.like()) if d.views is not None and d.flag() else y
+
+
+@case(aten.repeat.default)
+def repeat(d, target):
+    x = d.operand()
+    return d.call(target, x, [d.pick(1, 2)] * d.draw(st.integers(0, 1)) + [d.pick(1, 1, 2, 3) for _ in d.shape(x)])
+
+
+@case(aten.polar.default, aten.complex.default)
+def complex_numbers(d, target):
+    x = d.operand()
+    return d.call(aten.mul.Tensor, d.call(target, x, d.partner(x)), x)
+
+
+@case(aten.view_as_complex.default, aten.view_as_real.default)
+def pairs(d, target):
+    x = d.operand()
+    if d.shape(x)[-1:] != (2,):
+        x = d.call(aten.stack.default, [x, d.call(aten.cos.default, x)], -1)
+    z = d.call(aten.view_as_complex.default, x)
+    return d.call(aten.view_as_real.default, d.call(aten.mul.Tensor, z, z)) if target is aten.view_as_real.default else z
 
 
 @case(aten.sort.default)

@@ -52,7 +52,7 @@ def _one_of(node):
     return node.args[0].target if node.target is operator.getitem else None
 
 
-# what is made from nothing, and what reduces over tokens
+# what is made from nothing, what reduces over tokens, and what runs along columns
 NEVER_PACKED = {t for t in CASES if any(name in str(t) for name in ("zeros", "ones", "empty", "scalar_tensor", "nll_loss"))} | {
-    getattr(torch.ops.aten, name).default for name in ("sum", "mean", "any", "all", "max", "min", "prod", "baddbmm")
+    getattr(torch.ops.aten, name).default for name in ("sum", "mean", "any", "all", "max", "min", "prod", "baddbmm", "convolution")
 }
