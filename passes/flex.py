@@ -12,7 +12,6 @@ mask; one that comes from outside is compared with the mask, at every call, bloc
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.fx as fx

@@ -33,8 +33,8 @@ Run = Callable[..., Any]
 
 
 def record(recorder, run: Run, target: torch._ops.HigherOrderOperator, args: tuple, kwargs: dict) -> Any:
-    """Records target(*args, **kwargs), met while a graph is run; `run(body, *operands)` runs a function of it. Not under vmap, whose batched
-    tensors are none that the recorder knows."""
+    """Records target(*args, **kwargs), met while a graph is run; `run(body, *operands)` runs a function of it. Not under vmap: the
+    recorder does not know its batched tensors."""
     if target.name() not in RECORDED or torch._C._functorch.get_dynamic_layer_stack_depth():
         raise CannotDeduplicate(f"the higher-order operator {target} cannot be recorded")
     description = {}
@@ -45,7 +45,7 @@ def record(recorder, run: Run, target: torch._ops.HigherOrderOperator, args: tup
     elif any(torch.is_autocast_enabled(t.device.type) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
         raise CannotDeduplicate(f"{target} under autocast cannot be recorded")
     plain_args, plain_kwargs = pytree.tree_map_only(FunctionalTensor, unwrapped, (args, kwargs))
-    with _disable_current_modes(), recorder.fake_mode:
+    with _disable_current_modes(), recorder.fake_mode, torch.no_grad():  # a function may switch gradients on
         results = target(*plain_args, **plain_kwargs)
         # objects of their own, as a function may return what it was given
         results = pytree.tree_map_only(torch.Tensor, lambda t: t.view_as(t), results)

@@ -24,7 +24,7 @@ import torch.fx as fx
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dualkv_compile.passes import flex, functions, masks, routing, sites
+from dualkv_compile.passes import flex, functions, masks, routing, sites, tokenwise
 from dualkv_compile.passes.convert import Converter
 from dualkv_compile.passes.errors import Barrier, CannotDeduplicate, ReadsPadding
 from dualkv_compile.passes.graph import Emitter, Request, Window
@@ -247,7 +247,11 @@ class Propagation:
         if rule is None and torch.Tag.pointwise in getattr(op.target, "tags", ()) and not random and not writes(op.node):
             rule = RULES["pointwise"]
         is_token = any(v.is_token for v in op.values)
+        if op.target is functions.AUTOGRAD_FUNCTION and is_token and any(self.runs_packed(v) for v in op.values):
+            return tokenwise.autograd_function(self, op)
         if rule is None:
+            if is_token and isinstance(op.target, torch._ops.HigherOrderOperator):
+                raise Barrier("calls functions that are not looked into")
             if is_token:
                 raise Barrier("draws random numbers, which rows do not share" if random else "has no rule for packed tokens")
             return self.dense_result(op, Result(None))

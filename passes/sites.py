@@ -435,8 +435,8 @@ def _four_dims(engine, operand: Heads, window: Window) -> fx.Node:
 def rewrite(
     engine, op, q: Heads, k: Heads, v: Heads, mask: masks.Verdict, scale, softcap, layout: Layout, sinks=None, gives_zero=False
 ) -> tuple[Value, fx.Node]:
-    """The shared-prompt op in place of a site, if its mask is causal and every operand is a whole batch of tokens; its result, and [1, H, T'],
-    the logarithm of each softmax's denominator.
+    """The shared-prompt op in place of a site, if its mask is causal and every operand is a whole batch of tokens: its result, and the
+    logarithm of each softmax's denominator, [1, H, T'].
 
     `gives_zero`: what the site computes for a query that sees no key is zero.
     """

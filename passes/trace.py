@@ -43,7 +43,7 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """What surrounds an operation without being one: gradient mode, and the activation-checkpoint calls that contain it, outermost first."""
+    """What surrounds an operation without being one: gradient mode, and the activation-checkpoint calls around it, outermost first."""
 
     grad_enabled: bool = True
     checkpoints: tuple[Checkpoint, ...] = ()

@@ -233,9 +233,7 @@ def test_block_mask_from_outside(which, mask_mod, batch):
     compiled = torch.compile(model, backend="dualkv", options={"inner_backend": "eager"})
     with torch.no_grad():
         out = compiled(**mark(case, ("input_ids", "attention_mask")), block_mask=block_mask)
-        model.layers[0].attention = lambda q, k, v, mask: by_hand(
-            q, k, v, allowed_by(mask_mod, mask) & mask[:, None, None].bool()
-        )
+        model.layers[0].attention = lambda q, k, v, mask: by_hand(q, k, v, allowed_by(mask_mod, mask) & mask[:, None, None].bool())
         expected = model(case["batch"]["input_ids"], case["batch"]["attention_mask"])
     (report,) = [r for r in dualkv_compile.reports() if r.calls and r.variant != "plain"]
     real = case["batch"]["attention_mask"].bool()
@@ -264,12 +262,13 @@ def build(name, attention):
 @pytest.mark.parametrize("batch", ["one_group", "shuffled", "left_padded"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers(name, batch):
-    """Where padding is given, its code asks the attention mask for zeros and so breaks the graph before the layers: padding is kept there."""
+    """With an attention mask, its code asks whether there is padding at all, which breaks the graph before the layers: it is kept there."""
     if name == "gemma2" and batch == "left_padded":
         pytest.skip("its eager reference is NaN where a query sees no key")
     case = batch_of(**BATCHES[batch])
     reference = build(name, "sdpa" if name != "gemma2" else "eager")
-    logits, gradient, reports = compare(build(name, "flex_attention"), case, weighted(case), lambda o: o.logits, reference=reference, use_cache=False)
+    model = build(name, "flex_attention")
+    logits, gradient, reports = compare(model, case, weighted(case), lambda o: o.logits, reference=reference, use_cache=False)
     assert logits < 1e-6 and gradient < 1e-6
     assert sum(r.attention_sites for r in reports) == sum(r.attention_rewritten for r in reports) == 2
     assert not any(r.barriers for r in reports)
