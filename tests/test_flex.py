@@ -275,3 +275,16 @@ def test_transformers(name, batch):
     (layers,) = [r for r in reports if r.attention_sites]
     assert layers.packed_tokens < layers.dense_tokens
     assert layers.variant == "packed, padding kept" or layers.packed_tokens == packed_tokens(BATCHES[batch]["groups"])
+
+
+@pytest.mark.parametrize("way", ["inductor", "checkpointing"])
+def test_transformers_otherwise(way):
+    case = batch_of(**BATCHES["shuffled"])
+    model, reference = build("mistral", "flex_attention"), build("mistral", "sdpa")
+    if way == "checkpointing":
+        for m in (model, reference):
+            m.gradient_checkpointing_enable({"use_reentrant": False})
+    options = {"inner_backend": "inductor" if way == "inductor" else "aot_eager"}
+    result = compare(model, case, weighted(case), lambda o: o.logits, reference=reference, use_cache=False, options=options)
+    assert max(result[:2]) < 1e-6
+    assert sum(r.attention_rewritten for r in result[2]) == 2 and not any(r.barriers for r in result[2])
