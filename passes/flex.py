@@ -107,7 +107,7 @@ class _Blocks:
         if numbers is None or indices is None:
             return None
         shape = list(indices.meta["val"].shape)
-        if not shape[2] == rows:
+        if not shape[2] == rows or not (same(shape[0], 1) or shape[0] == self.engine.choice.num_rows):
             raise Barrier("its block mask covers other queries or keys than there are")
         place = self.call(aten.arange.default, shape[3], device=self.device)
         listed = self.call(aten.lt.Tensor, place, self.call(aten.unsqueeze.default, numbers, 3))

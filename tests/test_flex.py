@@ -196,9 +196,10 @@ def test_what_is_not_understood_runs_as_it_is(name):
 class Outside(nn.Module):
     """Takes its block mask as an argument."""
 
-    def __init__(self, mask_mod):
+    def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([Decoder(lambda q, k, v, mask: flex_attention(q, k, v, block_mask=self.block_mask))])
+        self.attention = lambda q, k, v, mask: flex_attention(q, k, v, block_mask=self.block_mask)
+        self.layers = nn.ModuleList([Decoder(self.attention)])
 
     def forward(self, input_ids, attention_mask, block_mask=None):
         self.block_mask = block_mask
@@ -229,7 +230,7 @@ def test_block_mask_from_outside(which, mask_mod, batch):
     """Compared with its mask: blocks that leave out what the mask shows, or show what it hides, are no site."""
     case = batch_of(vocab=32, **batch)
     block_mask = _block_mask(which, case["batch"]["attention_mask"], mask_mod)
-    model = Outside(mask_mod)
+    model = Outside()
     compiled = torch.compile(model, backend="dualkv", options={"inner_backend": "eager"})
     with torch.no_grad():
         out = compiled(**mark(case, ("input_ids", "attention_mask")), block_mask=block_mask)
@@ -239,6 +240,27 @@ def test_block_mask_from_outside(which, mask_mod, batch):
     real = case["batch"]["attention_mask"].bool()
     assert relative(out[real], expected[real]) < 1e-10  # on CPU, PyTorch looks at the mask alone
     assert (report.attention_sites, report.attention_rewritten) == (1, int(which in ("made for it", "all are masked")))
+
+
+def test_block_masks_from_outside_of_other_sizes():
+    """One compiled model: the second size makes sizes symbolic, the numbers of blocks among them; a wrong block mask is still found."""
+    torch.manual_seed(0)
+    model = Outside()
+    compiled = torch.compile(model, backend="dualkv", options={"inner_backend": "eager"})
+    batches = [(6, 4), (9, 7), (11, 17), (5, 12), (13, 6)]
+    for i, (prompt, response) in enumerate(batches):
+        groups = [(prompt, [response, response, response - 2])]
+        case = batch_of(vocab=32, groups=groups)
+        mask = case["batch"]["attention_mask"]
+        block_mask = _block_mask("one block less" if i == 3 else "made for it", mask, causal)
+        with torch.no_grad():
+            out = compiled(**mark(case, ("input_ids", "attention_mask")), block_mask=block_mask)
+            model.layers[0].attention = lambda q, k, v, mask: by_hand(q, k, v, allowed_by(causal, mask) & mask[:, None, None].bool())
+            expected = model(case["batch"]["input_ids"], mask)
+            model.layers[0].attention = model.attention
+        assert relative(out[mask.bool()], expected[mask.bool()]) < 1e-10
+        (latest,) = [r for r in dualkv_compile.reports() if r.calls and r.variant != "plain" and r.dense_tokens == mask.numel()]
+        assert latest.attention_rewritten == (i != 3)
 
 
 CONFIGS = {
