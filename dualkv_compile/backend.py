@@ -30,6 +30,7 @@ from dualkv_compile.kernels.tables import FACTS, NUM_TABLES, table_specs
 from dualkv_compile.marks import BLANK_OUTPUT, Mark, active_plan, is_marked, mark_of, mark_output
 from dualkv_compile.options import Options, parse
 from dualkv_compile.passes.errors import Barrier, CannotDeduplicate
+from dualkv_compile.passes.functions import FLEX_ATTENTION
 from dualkv_compile.passes.graph import Request, Window
 from dualkv_compile.passes.propagate import PackingChoice, Rewrite, TokenInput, propagate
 from dualkv_compile.passes.simplify import simplify
@@ -533,5 +534,5 @@ def _copy(gm: fx.GraphModule, numbers: dict[str, float]) -> fx.GraphModule:
 
 
 def _count_attention(gm: fx.GraphModule) -> int:
-    wanted = torch.nn.functional.scaled_dot_product_attention
-    return sum(node.target is wanted for module in gm.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes)
+    wanted = (torch.nn.functional.scaled_dot_product_attention, FLEX_ATTENTION)
+    return sum(node.target in wanted for module in gm.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes)

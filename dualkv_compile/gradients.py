@@ -9,6 +9,7 @@ import torch
 from dualkv_compile.facts import Entry, compare_with_plan
 from dualkv_compile.marks import BLANK_OUTPUT, OUTPUT
 
+
 def rows_share_gradient(tensor, mark):
     """Whether the gradients of a group's rows are added up before anyone sees them. One synchronisation a mark, at most."""
     if not tensor.requires_grad:
@@ -48,7 +49,7 @@ def has_equal_indices(embedding, plan):
 
 
 def embeddings_behind(node, rows_and_columns):
-    """The embeddings ``[B, S] -> [B, S, H]`` that an autograd node is made of: nodes, by token-wise operations whose backward is linear; None
+    """The embeddings ``[B, S] -> [B, S, H]`` that an autograd node is made of: nodes, by token-wise operations with a linear backward; None
     where it is made of something else. Besides them it may be made of what has no rows (positions, biases): its gradient is the sum over
     all rows, wherever in a group the rows' gradients stand."""
     found, stack = [], [node]

@@ -131,6 +131,27 @@ class Emitter:
             node.meta["stack_trace"] = self.source
         return node
 
+    def call_with_functions(self, target: Callable, args: tuple, kwargs: dict, value: Any) -> fx.Node:
+        """Emits the call of an operator on functions, of which it is known what it gives."""
+        args, kwargs = pytree.tree_map_only(torch.SymInt, self.size, (args, kwargs))
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta.update(val=value, region=self.region)
+        if self.source is not None:
+            node.meta["stack_trace"] = self.source
+        return node
+
+    def function(self, name: str) -> fx.Node:
+        """A sub-module of the recorded graph. It stands among the inputs and belongs to no region."""
+        after = self._prologue if self._prologue is not None else self._last_placeholder
+        with self.graph.inserting_after(after):
+            node = self.graph.get_attr(name)
+        node.meta.update(val=None, region=Region())
+        self._prologue = node
+        return node
+
+    def module(self) -> fx.GraphModule:
+        return fx.GraphModule(dict(self.recorded.named_children()), self.graph, class_name="Packed")
+
     def after(self, node: fx.Node):
         """Context: what is emitted stands right after `node` and belongs to its region, so that all later readers can share it."""
         return _Placed(self, node)

@@ -24,7 +24,7 @@ import torch.fx as fx
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dualkv_compile.passes import at_padding, masks, routing, sites
+from dualkv_compile.passes import at_padding, flex, functions, masks, routing, sites, tokenwise
 from dualkv_compile.passes.convert import Converter
 from dualkv_compile.passes.errors import Barrier, CannotDeduplicate, ReadsPadding
 from dualkv_compile.passes.graph import Emitter, Request, Window
@@ -33,7 +33,7 @@ from dualkv_compile.passes.regions import outline
 from dualkv_compile.passes.rules import RULES, Op, Result
 from dualkv_compile.passes.simplify import writes
 from dualkv_compile.passes.trace import Region
-from dualkv_compile.passes.values import Value
+from dualkv_compile.passes.values import Undescribed, Value
 
 aten = torch.ops.aten
 
@@ -157,7 +157,9 @@ class Propagation:
         for node in nodes:
             self.emitter.region = node.meta.get("region", Region())
             self.emitter.source = node.meta.get("stack_trace")
-            if node.op == "get_attr":
+            if node.op == "get_attr" and node.meta["val"] is None:
+                self.values[node] = self.emitter.function(node.target)
+            elif node.op == "get_attr":
                 dense = self.emitter.request(Request("constant", name=node.target))
                 value = Value(node, Layout.plain(node.meta["val"].shape), dense=dense, light=True, pure=True)
                 constant = getattr(self.recorded, node.target)
@@ -172,7 +174,7 @@ class Propagation:
         facts = self.facts_module()
         eliminate_dead_code(self.emitter.graph)
         return Rewrite(
-            gm=outline(fx.GraphModule({}, self.emitter.graph, class_name="Packed")),
+            gm=outline(self.emitter.module()),
             requests=list(self.emitter.requests),
             facts=facts,
             unpadded_windows=self.unpadded_windows,
@@ -212,9 +214,14 @@ class Propagation:
     def operation(self, node: fx.Node) -> Any:
         if node.target is operator.getitem:
             return self.values[node.args[0]][node.args[1]]
+        undescribed = [v for v in map(self.values.get, node.all_input_nodes) if isinstance(v, Undescribed)]
+        if undescribed and node.meta.get("describes"):
+            return undescribed[0]
         op = Op(self, node)
         try:
-            if any(v.score is not None for v in op.values):
+            if node.target is functions.FLEX_ATTENTION:
+                result = flex.attention(self, op)
+            elif any(v.score is not None for v in op.values):
                 result = sites.through_scores(self, op)
             elif any(v.routed is not None for v in op.values):
                 result = routing.through_routing(self, op)
@@ -224,6 +231,8 @@ class Propagation:
             else:
                 result = self.by_rule(op)
         except Barrier as barrier:
+            if node.meta.get("describes") and any(v.is_packed or v.score is not None for v in op.values):
+                return Undescribed(str(barrier))
             result = self.dense_operation(op, str(barrier))
         if isinstance(result, Value) and result.dense is not None and isinstance(node.meta["val"], torch.Tensor):
             result.element = masks.evaluate(node, self.element_of)
@@ -242,7 +251,11 @@ class Propagation:
         if rule is None and torch.Tag.pointwise in getattr(op.target, "tags", ()) and not random and not writes(op.node):
             rule = RULES["pointwise"]
         is_token = any(v.is_token for v in op.values)
+        if op.target is functions.AUTOGRAD_FUNCTION and is_token and any(self.runs_packed(v) for v in op.values):
+            return tokenwise.autograd_function(self, op)
         if rule is None:
+            if is_token and isinstance(op.target, torch._ops.HigherOrderOperator):
+                raise Barrier("calls functions that are not looked into")
             if is_token:
                 raise Barrier("draws random numbers, which rows do not share" if random else "has no rule for packed tokens")
             return self.dense_result(op, Result(None))
@@ -279,10 +292,11 @@ class Propagation:
                 self.excuse_padding(v, op, reason)
         dense = self.emit_dense(op.node)
         light, pure = all(v.light for v in op.values), all(v.pure for v in op.values)
+        pure = pure and not isinstance(op.target, torch._ops.HigherOrderOperator)  # facts are graphs without functions
         return self.wrap(op, Result(None), dense=dense, light=light, pure=pure)
 
     def note_barrier(self, op: Op, reason: str) -> None:
-        is_site = op.target is torch.ops.dualkv.attention_site.default
+        is_site = op.target in (torch.ops.dualkv.attention_site.default, functions.FLEX_ATTENTION)
         if is_site or any(v.is_packed or v.score is not None or _is_first_unshared(v) for v in op.values):
             self.barriers.append(BarrierNote(str(op.target), reason, op.node.meta.get("stack_trace")))
 
@@ -379,7 +393,10 @@ class Propagation:
         """The operation as the user's program has it, on dense operands."""
         if node.target is operator.getitem:
             return self.emitter.getitem(self.emit_dense(node.args[0]), node.args[1])
-        args, kwargs = pytree.tree_map_only(fx.Node, self.dense_argument, (node.args, node.kwargs))
+        kwargs = {k: v for k, v in node.kwargs.items() if k not in functions.DESCRIPTION}
+        args, kwargs = pytree.tree_map_only(fx.Node, self.dense_argument, (node.args, kwargs))
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return self.emitter.call_with_functions(node.target, args, kwargs, node.meta["val"])
         target = sites.dense_call if node.target is torch.ops.dualkv.attention_site.default else node.target
         if target in (aten.view.default, aten._unsafe_view.default):
             target = aten.reshape.default  # the operand's strides may be others than in the recorded graph

@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from dualkv_compile.passes import masks, routing, sites
 from dualkv_compile.passes.align import align, align_batch
 from dualkv_compile.passes.errors import Barrier
+from dualkv_compile.passes.functions import DESCRIPTION
 from dualkv_compile.passes.graph import Request, Window
 from dualkv_compile.passes.layout import Atom, Dim, Kind, Layout, Size, is_constant, over_tokens, product, regroup, same
 from dualkv_compile.passes.values import AtPadding, Value
@@ -43,7 +44,9 @@ class Op:
         self.engine = engine
         self.node = node
         self.target = node.target
-        self.args, self.kwargs = pytree.tree_map_only(fx.Node, engine.values.__getitem__, (node.args, node.kwargs))
+        self.args, kwargs = pytree.tree_map_only(fx.Node, engine.values.__getitem__, (node.args, node.kwargs))
+        self.kwargs = {k: v for k, v in kwargs.items() if k not in DESCRIPTION}
+        self.description = {k: v for k, v in kwargs.items() if k in DESCRIPTION}
         self.values: list[Value] = [v for v in pytree.tree_leaves((self.args, self.kwargs), is_leaf=_is_value) if _is_value(v)]
 
     def arg(self, index: int, default: Any = None) -> Any:
@@ -123,6 +126,8 @@ def _keep_tokens_apart(op: Op, value: Value, dims: Sequence[int]) -> None:
     aten.complex.default,
 )
 def pointwise(op: Op) -> Result:
+    if not op.values:  # of a number, as vmap writes it
+        return Result(Layout.plain(op.shape, Kind.CONSTANT))
     rank = max(len(v.layout.dims) for v in op.values)
     dims, unshared = align(op.values, rank)
 
@@ -745,7 +750,7 @@ def full_like(op: Op) -> Value:
     if number is None:
         number = op.args[1] if op.target is aten.full_like.default else op.args[2]
     dense = op.engine.emitter.call(aten.full.default, list(fake.shape), number, dtype=fake.dtype, device=fake.device)
-    return Value(op.node, Layout.plain(fake.shape, Kind.CONSTANT), dense=dense, light=True)
+    return Value(op.node, Layout.plain(fake.shape, Kind.CONSTANT), dense=dense, light=True, pure=True)
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def is_score_product(a: Value, b: Value) -> bool:
 
 
 def score_product(engine, op, a: Value, b: Value) -> Value:
-    engine.sites_found += 1
+    engine.sites_found += not op.node.meta.get("describes", False)
     batch = a.layout.dims[0]
     key = b.layout.column
     dims = (batch, a.layout.dims[1], (Atom(Kind.KEY, key.size, key.offset),))
@@ -327,16 +327,16 @@ def weighted_values(engine, op) -> Value:
         raise Barrier("multiplies attention probabilities, the sinks' among them, with values")
     if not value.is_token or [a.kind for a in query] != [Kind.COLUMN] or [a.kind for a in key] != [Kind.KEY]:
         raise Barrier("multiplies attention probabilities with something else than values")
-    q = _heads(score.query, 1, 2)
+    q = heads(score.query, 1, 2)
     if any(a.kind is Kind.CONSTANT for a in batch) or not same(product(a.size for a in batch[1:]), q.num_heads):
         raise Barrier("repeats attention probabilities over heads")
     layout = Layout((batch, query, value.layout.dims[2]))
-    k = _heads(score.key, 2, 1)
-    v = _heads(value, 1, 2)
+    k = heads(score.key, 2, 1)
+    v = heads(value, 1, 2)
     causal = masks.conjunction(list(score.masks))
     if causal.kind == "causal_if":
-        causal = _asked_of_the_data(engine, op, score.masks, q)
-    return rewrite(engine, op, q, k, v, causal, score.scale, score.softcap, layout, score.sinks)
+        causal = asked_of_the_data(engine, op, score.masks, q)
+    return rewrite(engine, op, q, k, v, causal, score.scale, score.softcap, layout, score.sinks)[0]
 
 
 def attention_call(engine, op) -> Value:
@@ -360,19 +360,19 @@ def attention_call(engine, op) -> Value:
         raise Barrier("is causal over queries and keys of different length")
     rank = len(query.layout.dims)
     layout = Layout(query.layout.dims[:-1] + value.layout.dims[-1:])
-    q, k, v = (_heads(x, rank - 2, rank - 1) for x in (query, key, value))
+    q, k, v = (heads(x, rank - 2, rank - 1) for x in (query, key, value))
     # one without an expression over (b, h, q, kv), for one of flattened rows and heads
     if applied and is_data and not is_causal:
-        causal = _asked_of_the_data(engine, op, applied, q)
+        causal = asked_of_the_data(engine, op, applied, q)
     else:
         causal = masks.conjunction(applied, is_causal=is_causal)
     if causal.kind == "causal_if" and not is_causal:
-        causal = _asked_of_the_data(engine, op, applied, q)
+        causal = asked_of_the_data(engine, op, applied, q)
     if scale is None:
         scale = float(query.fake.shape[-1]) ** -0.5
     # where a Boolean mask hides every key, scaled_dot_product_attention gives zero, and so does the op
     gives_zero = all(m.kind == "bool" for m in applied)
-    return rewrite(engine, op, q, k, v, causal, scale, 0.0, layout, gives_zero=gives_zero)
+    return rewrite(engine, op, q, k, v, causal, scale, 0.0, layout, gives_zero=gives_zero)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -388,7 +388,7 @@ class Heads:
         return product(a.size for a in self.heads)
 
 
-def _heads(value: Value, column_dim: int, feature_dim: int) -> Heads:
+def heads(value: Value, column_dim: int, feature_dim: int) -> Heads:
     dims = value.layout.dims
     if [a.kind for a in dims[column_dim]] != [Kind.COLUMN]:
         raise Barrier("attention over a sequence that is not the batch's columns")
@@ -434,12 +434,13 @@ def _four_dims(engine, operand: Heads, window: Window) -> fx.Node:
 
 def rewrite(
     engine, op, q: Heads, k: Heads, v: Heads, mask: masks.Verdict, scale, softcap, layout: Layout, sinks=None, gives_zero=False
-) -> Value:
-    """The shared-prompt op in place of a site, if its mask is causal and every operand is a whole batch of tokens.
+) -> tuple[Value, fx.Node]:
+    """The shared-prompt op in place of a site, if its mask is causal and every operand is a whole batch of tokens: its result, and the
+    logarithm of each softmax's denominator, [1, H, T'].
 
     `gives_zero`: what the site computes for a query that sees no key is zero.
     """
-    choice = engine.choice
+    choice, result = engine.choice, engine.result_node(op.node, 0)
     whole = Window.of(0, choice.num_columns)
     for operand in (q, k, v):
         if operand.value.window != whole:
@@ -473,11 +474,11 @@ def rewrite(
         impl=choice.attention_impl,
     )
     out = e.call(operator.getitem, both, 0)
-    if widest is not op.node.meta["val"].dtype:
-        out = e.call(aten._to_copy.default, out, dtype=op.node.meta["val"].dtype)
+    if widest is not result.meta["val"].dtype:
+        out = e.call(aten._to_copy.default, out, dtype=result.meta["val"].dtype)
     engine.sites_rewritten += 1
     engine.count_attention(q.num_heads, product(a.size for a in q.features), product(a.size for a in v.features))
-    return Value(op.node, layout, packed=_from_four_dims(engine, out, layout, whole))
+    return Value(result, layout, packed=_from_four_dims(engine, out, layout, whole)), e.call(operator.getitem, both, 1)
 
 
 def _one_per_head(engine, sinks: Value) -> fx.Node:
@@ -516,13 +517,13 @@ def _padding_hidden(engine, op, mask: masks.Verdict, gives_zero: bool) -> bool:
     return hides
 
 
-def _asked_of_the_data(engine, op, applied, q: Heads) -> masks.Verdict:
+def asked_of_the_data(engine, op, applied, q: Heads) -> masks.Verdict:
     """A mask that is data (a buffer, or an argument made outside of the graph): the fact that it is causal and hides exactly the padding,
     for every real query, is registered; it is asked of the actual tensors at the call."""
     choice, e = engine.choice, engine.emitter
     if not all(m.value.pure and m.value.dense is not None for m in applied):
         raise Barrier("its mask is computed by the model")
-    device = op.node.meta["val"].device
+    device = q.value.fake.device
     at = e.call(aten.arange.default, choice.num_columns, device=device)
     allowed, rank = None, applied[0].rank
     for mask in applied:

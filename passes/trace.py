@@ -7,8 +7,13 @@ one spelling per operation, so the graph is run once on fake tensors and the ATe
 
 Recording happens below autograd and autocast, so that casts are explicit, but every recorded operation is one that autograd has a
 formula for: differentiating the recorded graph is differentiating the user's. What is not an operation becomes a tag on the nodes
-it covers: gradient mode and the enclosing activation-checkpoint region (`Region`); `dualkv_compile.passes.regions` turns the tags
+it covers: gradient mode and the enclosing activation-checkpoint regions (`Region`); `dualkv_compile.passes.regions` turns the tags
 back into calls.
+
+Operators on functions (an autograd.Function, cond, flex_attention) are recorded as one node each, their functions as sub-modules.
+flex_attention also gets what it computes up to the softmax, in ATen operations, for its mask and its scores to be read:
+
+    out = flex_attention(q, k, v, score_mod, block_mask, scale, ..., scores=masked, blocks=(...))
 
 In node.meta: "val" (fake tensor), "stack_trace" (the user's line), "region" (Region).
 """
@@ -30,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dualkv_compile.passes import functions
 from dualkv_compile.passes.errors import CannotDeduplicate
 
 aten = torch.ops.aten
@@ -37,10 +43,10 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """What surrounds an operation without being one: gradient mode, and the activation-checkpoint call that contains it."""
+    """What surrounds an operation without being one: gradient mode, and the activation-checkpoint calls around it, outermost first."""
 
     grad_enabled: bool = True
-    checkpoint: Checkpoint | None = None
+    checkpoints: tuple[Checkpoint, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,18 +111,15 @@ def _run_functionalised(gm: fx.GraphModule, recorder: _Recorder, fake_args: Sequ
     with FunctionalTensorMode():
         wrapped = [FunctionalTensor.to_functional(a) if isinstance(a, torch.Tensor) else a for a in fake_args]
         outputs = _Interpreter(gm, recorder).run(*wrapped)
-    outputs = pytree.tree_map_only(FunctionalTensor, _unwrapped, outputs)
+    if any(torch._functionalize_has_data_mutation(t.elem) for t in recorder.unwritten):
+        raise CannotDeduplicate("a view that a function returns, or what it is a view of, is written to: it cannot be recorded")
+    outputs = pytree.tree_map_only(FunctionalTensor, functions.unwrapped, outputs)
     for before, after, given in zip(fake_args, wrapped, original, strict=True):
         if isinstance(after, FunctionalTensor) and torch._functionalize_has_data_mutation(after.elem):
             if given.requires_grad:
                 raise CannotDeduplicate("the program writes into an input that requires gradients")
-            before.copy_(_unwrapped(after))
+            before.copy_(functions.unwrapped(after))
     return outputs
-
-
-def _unwrapped(tensor: FunctionalTensor) -> torch.Tensor:
-    torch._sync(tensor)
-    return torch._from_functional_tensor(tensor.elem)
 
 
 class _Recorder(TorchDispatchMode):
@@ -134,6 +137,9 @@ class _Recorder(TorchDispatchMode):
         self.fake_mode = fake_mode
         self.region = Region()
         self.source: str | None = None
+        self.describes = False  # what is recorded says what an operator on functions computes, and is not computed itself
+        self.unwritten: list[FunctionalTensor] = []  # what may be a view, or have one, of which nothing recorded tells
+        self.block_masks: list[tuple] = []  # (mask, block size, what create_block_mask makes of it)
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []
 
@@ -176,18 +182,33 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func in _METADATA_ONLY:
             return result
+        self.write(func, args, kwargs, result)
+        return result
+
+    def write(self, func, args, kwargs, result) -> None:
+        """A node for func(*args, **kwargs), and for each tensor among several results."""
+        args, kwargs = pytree.tree_map_only(torch.nn.Module, self._module, (args, kwargs))
         node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, self.node_of, (args, kwargs))
+        meta = {"stack_trace": self.source, "region": self.region, "describes": self.describes}
         node = self.graph.call_function(func, node_args, node_kwargs)
-        node.meta.update(val=result, stack_trace=self.source, region=self.region)
+        node.meta.update(meta, val=result)
         if isinstance(result, torch.Tensor):
             self._remember_result(func, args, result, node)
         elif isinstance(result, (tuple, list)):
             for i, item in enumerate(result):
                 if isinstance(item, torch.Tensor):
                     get = self.graph.call_function(operator.getitem, (node, i))
-                    get.meta.update(val=item, stack_trace=self.source, region=self.region)
+                    get.meta.update(meta, val=item)
                     self._remember(item, get)
-        return result
+
+    def _module(self, module: torch.nn.Module) -> fx.Node:
+        name = next((n for n, m in self.root.named_children() if m is module), None)
+        if name is None:
+            name = f"function_{len(list(self.root.children()))}"
+            self.root.add_module(name, module)
+        node = self.graph.get_attr(name)
+        node.meta["val"] = None
+        return node
 
     def _copied(self, into: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """What functionalisation makes of a write; autograd has no formula for it, but for what it does."""
@@ -244,17 +265,19 @@ class _Interpreter(fx.Interpreter):
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             return self._checkpoint(args, kwargs)
         if isinstance(target, torch._ops.HigherOrderOperator):
-            raise CannotDeduplicate(f"the higher-order operator {target} cannot be recorded")
+            return functions.record(self.recorder, self._body, target, args, kwargs)
         return super().call_function(target, args, kwargs)
+
+    def _body(self, body: fx.GraphModule, *operands: Any) -> Any:
+        return _Interpreter(body, self.recorder).run(*operands)
 
     def _checkpoint(self, args, kwargs) -> Any:
         body, *operands = args
         outside = self.recorder.region
-        if outside.checkpoint is not None:
-            raise CannotDeduplicate("activation-checkpoint regions are nested")
-        self.recorder.region = dataclasses.replace(outside, checkpoint=Checkpoint(dict(kwargs), dict(body.meta)))
+        inside = (*outside.checkpoints, Checkpoint(dict(kwargs), dict(body.meta)))
+        self.recorder.region = dataclasses.replace(outside, checkpoints=inside)
         try:
-            return _Interpreter(body, self.recorder).run(*operands)
+            return self._body(body, *operands)
         finally:
             self.recorder.region = outside
 
@@ -270,12 +293,9 @@ def _differentiates(target) -> bool:
 
 def _attention_site(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
     """The call's own autocast rule, which a custom operator does not get, then the marker."""
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (query, key, value))
-        if attn_mask is not None and attn_mask.is_floating_point():
-            attn_mask = attn_mask.to(dtype)
+    query, key, value = map(functions.autocast, (query, key, value))
+    if attn_mask is not None and attn_mask.is_floating_point() and torch.is_autocast_enabled(query.device.type):
+        attn_mask = attn_mask.to(torch.get_autocast_dtype(query.device.type))
     return torch.ops.dualkv.attention_site(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 

@@ -68,3 +68,10 @@ class Value:
     def window(self) -> Window:
         column = self.layout.column
         return Window.of(column.offset, column.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Undescribed:
+    """Stands for a value that says what an operator on functions computes, and that no rule understands."""
+
+    reason: str

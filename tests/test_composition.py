@@ -319,3 +319,65 @@ def test_attention_probabilities_asked_for():
         result = compare(model, case, weighted(case), attentions, use_cache=False, output_attentions=True)
     assert max(result[:2]) < 1e-6
     assert any("attention scores leave the graph" in b.reason for r in result[2] for b in r.barriers)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("batch", ["left_padded", "one_group"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_layers_compiled_on_their_own(name, batch, grad):
+    """Embeddings, mask and rotary tables are made eagerly: autograd or the values show what they are of."""
+    case, model = batch_of(**BATCHES[batch]), build(name, "sdpa")
+    loss_of = weighted(case)
+    with torch.set_grad_enabled(grad):
+        expected = model(**{k: case["batch"][k] for k in KEYS}, use_cache=False)
+    if grad:
+        loss_of(expected).backward()
+        expected_grads = {n: p.grad for n, p in model.named_parameters()}
+        model.zero_grad()
+    for layer in model.model.layers if name == "qwen3" else model.transformer.h:
+        layer.compile(backend="dualkv", options={"inner_backend": "aot_eager"})
+    marked = mark(case, KEYS)
+    with torch.set_grad_enabled(grad):
+        actual = model(**marked, use_cache=False)
+    real = case["batch"]["attention_mask"].bool()
+    assert relative(actual.logits[real], expected.logits[real]) < 1e-6
+    reports = packed_reports()
+    assert [r.attention_rewritten for r in reports] == [1, 1]
+    assert {r.packed_tokens for r in reports} == {packed_tokens(BATCHES[batch]["groups"])}
+    if grad:
+        loss_of(actual).backward()
+        assert max(relative(p.grad, expected_grads[n]) for n, p in model.named_parameters()) < 1e-6
+
+
+def test_layers_of_another_batch_are_not_taken_for_the_active_one():
+    """Same shape, same prompts but for one token, nobody marked it; then unmarked."""
+    case, model = batch_of(**BATCHES["one_group"]), build("qwen3", "sdpa")
+    for layer in model.model.layers:
+        layer.compile(backend="dualkv", options={"inner_backend": "aot_eager"})
+    marked = mark(case, KEYS)
+    other = {k: v.clone() for k, v in marked.items()}
+    other["input_ids"][1, 2] = (other["input_ids"][1, 2] + 1) % 64
+    with torch.no_grad():
+        actual = model(**other, use_cache=False).logits
+        expected = build("qwen3", "sdpa")(**other, use_cache=False).logits
+        real = case["batch"]["attention_mask"].bool()
+        assert relative(actual[real], expected[real]) < 1e-6
+        assert not packed_reports()
+        dualkv_compile.unmark(marked)
+        model(**marked, use_cache=False)
+        assert not packed_reports()
+
+
+def test_padding_of_the_active_plan_is_believed_where_a_mask_shows_it():
+    """A batch of the same prompts without padding, nobody marked it: what the active plan holds for padding are tokens."""
+    case, model = batch_of(**BATCHES["one_group"]), build("qwen3", "sdpa")
+    for layer in model.model.layers:
+        layer.compile(backend="dualkv", options={"inner_backend": "aot_eager"})
+    marked = mark(case, KEYS)
+    with torch.no_grad():
+        ids = case["batch"]["input_ids"].clone()
+        actual = model(input_ids=ids, use_cache=False).logits
+        expected = build("qwen3", "sdpa")(input_ids=ids, use_cache=False).logits
+        assert relative(actual, expected) < 1e-6
+        assert {r.packed_tokens for r in packed_reports()} == {ids.numel() - 2 * 8}
+    assert dualkv_compile.plan_of(marked["input_ids"]).padding == "right"

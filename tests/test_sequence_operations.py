@@ -10,7 +10,6 @@ from batches import batch_of, mark, packed_tokens, relative
 from test_traps import FULL, LEFT, RIGHT, Decoder, run, sdpa
 from torch import nn
 
-import dualkv_compile
 from dualkv_compile import inner
 
 BATCHES = pytest.mark.parametrize("batch", [FULL, RIGHT, LEFT], ids=["full", "right", "left"])
