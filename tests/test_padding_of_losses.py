@@ -30,21 +30,21 @@ def trained(labels):
 
 # each ends in a sum over all positions that are left
 CLEARED = {
-    "where": lambda l, i, m, y: torch.where(trained(y), chosen(l, i), 0.0).sum(),
-    "where, a tensor": lambda l, i, m, y: torch.where(trained(y), chosen(l, i), torch.zeros_like(chosen(l, i))).sum(),
-    "where not": lambda l, i, m, y: torch.where(~trained(y), 0.0, chosen(l, i)).sum(),
-    "masked_fill": lambda l, i, m, y: chosen(l, i).masked_fill(~trained(y), 0).sum(),
-    "product": lambda l, i, m, y: (chosen(l, i) * trained(y)).sum() / trained(y).sum(),
-    "means of rows": lambda l, i, m, y: ((chosen(l, i) * trained(y)).sum(1) / trained(y).sum(1)).mean(),
-    "entropy": lambda l, i, m, y: (entropy(l) * trained(y)).sum(),
-    "entropy, each part": lambda l, i, m, y: torch.where(
-        trained(y)[..., None], l[:, :-1].softmax(-1) * l[:, :-1].log_softmax(-1), 0.0
+    "where": lambda x, i, m, y: torch.where(trained(y), chosen(x, i), 0.0).sum(),
+    "where, a tensor": lambda x, i, m, y: torch.where(trained(y), chosen(x, i), torch.zeros_like(chosen(x, i))).sum(),
+    "where not": lambda x, i, m, y: torch.where(~trained(y), 0.0, chosen(x, i)).sum(),
+    "masked_fill": lambda x, i, m, y: chosen(x, i).masked_fill(~trained(y), 0).sum(),
+    "product": lambda x, i, m, y: (chosen(x, i) * trained(y)).sum() / trained(y).sum(),
+    "means of rows": lambda x, i, m, y: ((chosen(x, i) * trained(y)).sum(1) / trained(y).sum(1)).mean(),
+    "entropy": lambda x, i, m, y: (entropy(x) * trained(y)).sum(),
+    "entropy, each part": lambda x, i, m, y: torch.where(
+        trained(y)[..., None], x[:, :-1].softmax(-1) * x[:, :-1].log_softmax(-1), 0.0
     ).sum(-1).sum(),
-    "not zero": lambda l, i, m, y: torch.where(trained(y), chosen(l, i), 3.0).mean(),
-    "exponential": lambda l, i, m, y: torch.where(trained(y), chosen(l, i), 0.0).exp().mean(),
-    "masked twice": lambda l, i, m, y: torch.where(m[:, 1:] >= 0, chosen(l, i) * trained(y), 0.0).sum(),
-    "by two factors": lambda l, i, m, y: (chosen(l, i) * (i[:, 1:] + 1) * trained(y)).sum(),
-    "computed mask": lambda l, i, m, y: torch.where((entropy(l) > 3) & trained(y), chosen(l, i), 0.0).sum(),
+    "not zero": lambda x, i, m, y: torch.where(trained(y), chosen(x, i), 3.0).mean(),
+    "exponential": lambda x, i, m, y: torch.where(trained(y), chosen(x, i), 0.0).exp().mean(),
+    "masked twice": lambda x, i, m, y: torch.where(m[:, 1:] >= 0, chosen(x, i) * trained(y), 0.0).sum(),
+    "by two factors": lambda x, i, m, y: (chosen(x, i) * (i[:, 1:] + 1) * trained(y)).sum(),
+    "computed mask": lambda x, i, m, y: torch.where((entropy(x) > 3) & trained(y), chosen(x, i), 0.0).sum(),
 }  # fmt: skip
 
 
@@ -58,12 +58,12 @@ def test_a_mask_that_clears_padding(name, batch):
 
 
 READ = {
-    "other side": lambda l, i, m, y: torch.where(trained(y), 0.0, chosen(l, i)).sum(),
-    "mask of another column": lambda l, i, m, y: torch.where(m[:, :-1].roll(-3, 1).bool(), chosen(l, i), 0.0).sum(),
-    "mask of ids": lambda l, i, m, y: torch.where(i[:, 1:] >= 0, chosen(l, i), 0.0).sum(),
-    "a sum with what is not masked": lambda l, i, m, y: (chosen(l, i) * trained(y) + chosen(l, i)).sum(),
-    "a sum with logits": lambda l, i, m, y: (torch.where(trained(y), chosen(l, i), 0.0) + l[:, 1:].amax(-1)).sum(),
-    "mask that the model computes": lambda l, i, m, y: torch.where(entropy(l) > 3, chosen(l, i), 0.0).sum(),
+    "other side": lambda x, i, m, y: torch.where(trained(y), 0.0, chosen(x, i)).sum(),
+    "mask of another column": lambda x, i, m, y: torch.where(m[:, :-1].roll(-3, 1).bool(), chosen(x, i), 0.0).sum(),
+    "mask of ids": lambda x, i, m, y: torch.where(i[:, 1:] >= 0, chosen(x, i), 0.0).sum(),
+    "a sum with what is not masked": lambda x, i, m, y: (chosen(x, i) * trained(y) + chosen(x, i)).sum(),
+    "a sum with logits": lambda x, i, m, y: (torch.where(trained(y), chosen(x, i), 0.0) + x[:, 1:].amax(-1)).sum(),
+    "mask that the model computes": lambda x, i, m, y: torch.where(entropy(x) > 3, chosen(x, i), 0.0).sum(),
 }
 
 
