@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._triton import has_triton_package
 
 from dualkv_compile.facts import INTEGERS, OWNED, Sharing, bits_of, padding_facts
 from dualkv_compile.marks import Mark, attach
@@ -108,6 +109,10 @@ def _examined(entries: dict[int, int], names: Sequence[str], args: Sequence[Any]
 def _agreement(tensors: list[torch.Tensor]) -> torch.Tensor:
     """[B, B] int64: how many columns from the left agree in two rows, in every tensor ([B, S] or [n, B, S])."""
     planes = [plane for t in tensors for plane in (bits_of(t).unbind(0) if t.ndim == 3 else (bits_of(t),))]
+    if planes[0].is_cuda and has_triton_package():
+        from dualkv_compile.kernels.prefixes import common_prefixes
+
+        return common_prefixes(planes)
     num_rows, num_columns = planes[0].shape
     step = max(1, _CHUNK_ELEMENTS // num_rows**2)
     total = torch.zeros(num_rows, num_rows, dtype=torch.int64, device=planes[0].device)

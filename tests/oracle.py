@@ -10,6 +10,28 @@ import torch
 from dualkv_compile.kernels import build_tables
 
 
+def _part_of(shape, place):
+    """A function that puts [1, heads, tokens, dim] into a part of larger memory, NaN around it."""
+
+    def laid_out(x):
+        memory = x.new_full(shape(*x.shape[1:]), float("nan"))
+        view = place(memory)
+        return view.copy_(x)
+
+    return laid_out
+
+
+# How [1, heads, tokens, dim] lies in memory.
+LAID_OUT = {
+    "heads first": lambda x: x,
+    "tokens first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "dims first": lambda x: x.mT.contiguous().mT,
+    "part of a projection": _part_of(lambda h, t, d: (1, t, h + 3, d), lambda m: m[:, :, 1:-2].transpose(1, 2)),
+    "rows apart": _part_of(lambda h, t, d: (1, h, t, d + 5), lambda m: m[..., 2:-3]),
+    "every second element": _part_of(lambda h, t, d: (1, h, t, 2 * d), lambda m: m[..., ::2]),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """Groups as (prompt length, response lengths), and the shape of the heads."""
@@ -24,6 +46,7 @@ class Case:
     sinks: bool = False
     hidden: bool = False
     first_column: int = 0
+    strides: tuple = ("heads first",) * 4  # of q, k, v and dout: names in LAID_OUT
 
     def segments(self):
         table, at = [], 0
@@ -64,6 +87,7 @@ class Case:
         v, dout = random(1, self.kv_heads, tokens, self.value_dim), random(1, self.heads, tokens, self.value_dim)
         lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         dlse = random(1, self.heads, tokens).to(lse_dtype)
+        q, k, v, dout = (LAID_OUT[name](x) for name, x in zip(self.strides, (q, k, v, dout), strict=True))
         return q, k, v, random(self.heads) if self.sinks else None, dout, dlse
 
     def visible(self, device="cpu"):
