@@ -10,7 +10,7 @@ been written to, or copied, or meets a tensor of another batch, it is forgotten,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,10 +81,8 @@ def _examined(entries: dict[int, int], names: Sequence[str], args: Sequence[Any]
     masks = [i for i, t in tensors.items() if t.ndim == 2 and "attention_mask" in names[i] and t.dtype in (torch.bool, *INTEGERS)]
     mask = masks[0] if masks else None
     with torch.inference_mode(False), torch.no_grad():
-        device = next(iter(tensors.values())).device
-        padding = torch.stack(padding_facts(None if mask is None else tensors[mask], (num_rows, num_columns), device))
-        agree = _agreement(list({id(t): t for t in tensors.values()}.values()))
-        table = torch.cat([padding, agree]).cpu().numpy()
+        planes = _planes({id(t): t for t in tensors.values()}.values())
+        table = _table(None if mask is None else tensors[mask], planes).cpu().numpy()
     (starts, stops, holes, odd), agree = table[:4], table[4:]
     if (holes < num_columns).any() or (odd < num_columns).any() or (stops == 0).any():
         return {}
@@ -97,7 +95,7 @@ def _examined(entries: dict[int, int], names: Sequence[str], args: Sequence[Any]
         ends[rows] += shared
     alone = sorted(set(range(num_rows)) - {row for rows, _ in groups for row in rows})
     parts = [rows for rows, _ in groups] + [[row] for row in alone]
-    plan = Plan(parts, num_columns, ends, starts, stops, owned=OWNED, device=device)
+    plan = Plan(parts, num_columns, ends, starts, stops, owned=OWNED, device=planes[0].device)
     marks = {}
     for i, row_dim in entries.items():
         role = "attention_mask" if i == mask else names[i]
@@ -106,13 +104,21 @@ def _examined(entries: dict[int, int], names: Sequence[str], args: Sequence[Any]
     return marks
 
 
-def _agreement(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """[B, B] int64: how many columns from the left agree in two rows, in every tensor ([B, S] or [n, B, S])."""
-    planes = [plane for t in tensors for plane in (bits_of(t).unbind(0) if t.ndim == 3 else (bits_of(t),))]
-    if planes[0].is_cuda and has_triton_package():
-        from dualkv_compile.kernels.prefixes import common_prefixes
+def _planes(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Integers [B, S] of tensors [B, S] or [n, B, S]."""
+    return [plane for t in tensors for plane in (bits_of(t).unbind(0) if t.ndim == 3 else (bits_of(t),))]
 
-        return common_prefixes(planes)
+
+def _table(mask: torch.Tensor | None, planes: list[torch.Tensor]) -> torch.Tensor:
+    """[4 + B, B] int64: each row's padding, as `padding_facts` has it, and the columns from the left in which it agrees with each row."""
+    if planes[0].is_cuda and has_triton_package():
+        from dualkv_compile.kernels.prefixes import padding_and_prefixes
+
+        return padding_and_prefixes(mask, planes)
+    return torch.cat([torch.stack(padding_facts(mask, planes[0].shape, planes[0].device)), _common_prefixes(planes)])
+
+
+def _common_prefixes(planes: list[torch.Tensor]) -> torch.Tensor:
     num_rows, num_columns = planes[0].shape
     step = max(1, _CHUNK_ELEMENTS // num_rows**2)
     total = torch.zeros(num_rows, num_rows, dtype=torch.int64, device=planes[0].device)
@@ -146,18 +152,21 @@ _States = dict[int, tuple[int, Any, Any]]
 
 
 def _solved(tokens: list[list[int]], rows: list[int], above: int, min_tokens: int) -> _States:
-    """above: what these rows share with others."""
-    if len(rows) == 1:
-        return {1: (0, [rows[0]], None)}
+    """rows: two or more; above: what they share with others."""
     of_first = tokens[rows[0]]
     shared = min(of_first[row] for row in rows[1:])
-    states: _States = {0: (0, None, None)}
-    rest = rows
+    alone, children, rest = [], [], rows
     while rest:
-        of_first, first = tokens[rest[0]], rest[0]
-        child = [row for row in rest if row == first or of_first[row] > shared]
-        inside = set(child)
-        rest = [row for row in rest if row not in inside]
+        first, *rest = rest
+        of_first = tokens[first]
+        more = [row for row in rest if of_first[row] > shared]
+        if more:
+            children.append([first, *more])
+            rest = [row for row in rest if of_first[row] <= shared]
+        else:
+            alone.append(first)
+    states: _States = {len(alone): (0, alone or None, None)}
+    for child in children:
         states = _merged(states, _solved(tokens, child, shared, min_tokens))
     if shared >= min_tokens:
         grouped = [(saved + (k - 1) * (shared - OWNED), left, groups) for k, (saved, left, groups) in states.items() if k >= 2]

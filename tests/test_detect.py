@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_exactness import BATCHES, build
 
 import dualkv_compile
-from dualkv_compile.detect import DetectedMark, _agreement, best_groups, settled
+from dualkv_compile.detect import DetectedMark, _common_prefixes, best_groups, settled
 from dualkv_compile.marks import mark_of
 from dualkv_compile.options import Options, parse
 
@@ -145,7 +145,7 @@ def test_long_batches_are_compared_in_parts(monkeypatch):
     ids = rows_of_two(40, 33)
     for elements in (4, 12, 64):
         monkeypatch.setattr("dualkv_compile.detect._CHUNK_ELEMENTS", elements)
-        assert _agreement([ids]).tolist() == [[40, 33], [33, 40]]
+        assert _common_prefixes([ids]).tolist() == [[40, 33], [33, 40]]
 
 
 def test_one_synchronisation(monkeypatch):

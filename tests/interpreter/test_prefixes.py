@@ -1,4 +1,4 @@
-"""What two rows share from the left: the kernel against a count by hand, and against the comparison that other devices use."""
+"""What detection asks of a batch: the kernels against a count by hand, and against the operations that other devices use."""
 
 import os
 
@@ -7,40 +7,65 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualkv_compile.detect import _agreement
+from dualkv_compile.detect import _common_prefixes
+from dualkv_compile.facts import padding_facts
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs TRITON_INTERPRET=1 or a GPU")
 
+COLUMNS = st.sampled_from((1, 17, 2047, 2048, 2049, 4100))
+
 
 def counted(planes):
-    rows = len(planes[0])
     different = sum((p[:, None] != p[None]).int() for p in planes).bool()
-    return torch.tensor([[next(iter(different[i, j].nonzero().flatten().tolist()), different.shape[2]) for j in range(rows)] for i in range(rows)])
+
+    def first(differs):
+        return next(iter(differs.nonzero().flatten().tolist()), len(differs))
+
+    return torch.tensor([[first(differs) for differs in row] for row in different])
+
+
+def padding_and_prefixes(mask, planes):
+    from dualkv_compile.kernels.prefixes import padding_and_prefixes
+
+    table = padding_and_prefixes(None if mask is None else mask.to(DEVICE), [p.to(DEVICE) for p in planes]).cpu()
+    return table[:4], table[4:]
 
 
 @given(
-    st.integers(1, 5), st.sampled_from((0, 1, 17, 2047, 2048, 2049, 4100)), st.integers(0, 2**31), st.integers(1, 3),
+    st.integers(1, 5), COLUMNS, st.integers(0, 2**31), st.integers(1, 3),
     st.sampled_from((torch.int64, torch.int32, torch.int16, torch.uint8)),
 )  # fmt: skip
-def test_common_prefixes(rows, columns, seed, count, dtype):
-    from dualkv_compile.kernels.prefixes import common_prefixes
-
+def test_prefixes(rows, columns, seed, count, dtype):
     g = torch.Generator().manual_seed(seed)
     planes = [torch.randint(3, (1, columns), generator=g).to(dtype).repeat(rows, 1) for _ in range(count)]
     for plane in planes:
-        for _ in range(int(torch.randint(4, (), generator=g)) if columns else 0):
+        for _ in range(int(torch.randint(4, (), generator=g))):
             row, column = torch.randint(rows, (), generator=g), torch.randint(columns, (), generator=g)
             plane[row, column] += 1
     planes[0] = planes[0].mT.contiguous().mT
-    expected = counted(planes)
-    assert torch.equal(common_prefixes([p.to(DEVICE) for p in planes]).cpu(), expected)
-    assert torch.equal(_agreement(planes), expected)
+    padding, agree = padding_and_prefixes(None, planes)
+    assert torch.equal(agree, counted(planes))
+    assert torch.equal(_common_prefixes(planes), agree)
+    assert torch.equal(padding, torch.stack(padding_facts(None, (rows, columns), "cpu")))
+
+
+@given(COLUMNS, st.integers(0, 2**31), st.sampled_from((torch.int64, torch.uint8, torch.bool)))
+def test_padding(columns, seed, dtype):
+    """Rows that are all padding, none, padded at either end, with holes, with odd values."""
+    g = torch.Generator().manual_seed(seed)
+    bounds = torch.randint(columns + 1, (6, 2), generator=g).sort(1).values
+    index = torch.arange(columns)
+    mask = ((index >= bounds[:, :1]) & (index < bounds[:, 1:])).long()
+    mask[0], mask[1] = 0, 1
+    mask[4:, torch.randint(columns, (2,), generator=g)] = 0
+    mask[5, torch.randint(columns, (1,), generator=g)] = 2
+    mask = mask.to(dtype)
+    padding, _ = padding_and_prefixes(mask.mT.contiguous().mT, [mask.view(torch.uint8) if dtype == torch.bool else mask])
+    assert torch.equal(padding, torch.stack(padding_facts(mask, mask.shape, "cpu")))
 
 
 def test_one_plane_for_all_rows():
-    from dualkv_compile.kernels.prefixes import common_prefixes
-
-    plane = torch.arange(5, device=DEVICE).expand(3, 5)
-    assert (common_prefixes([plane]) == 5).all()
+    _, agree = padding_and_prefixes(None, [torch.arange(5).expand(3, 5)])
+    assert (agree == 5).all()
