@@ -46,12 +46,19 @@ def settled(marks: dict[int, Mark], names: Sequence[str], candidates: Sequence[i
     detected = {i: m for i, m in marks.items() if isinstance(m, DetectedMark)}
     if firm:
         return {i: m for i, m in marks.items() if i not in detected or m.plan is firm[0]}
+    if detected and not _shows_padding(detected.values()):
+        marks = detected = {}
     if not options.detect:
         return marks if len({id(m.plan) for m in detected.values()}) <= 1 else {}
     entries = _entries(names, candidates, args)
     if marks and len({id(m.plan) for m in marks.values()}) == 1 and marks.keys() == entries.keys():
         return marks
     return _examined(entries, names, args, options.detect_min_tokens) if entries else {}
+
+
+def _shows_padding(detected: Iterable[Mark]) -> bool:
+    """Whether the mask that told padding is among a call's arguments; "verified": padding was shown when the mark was put."""
+    return any(m.plan.padding == "none" or m.role in ("attention_mask", "verified") for m in detected)
 
 
 def _entries(names: Sequence[str], candidates: Sequence[int], args: Sequence[Any]) -> dict[int, int]:

@@ -174,6 +174,11 @@ def _query_step(b_dk, b_dv, p_eight, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, 
         mbarrier.arrive(do_free.index(stage), count=1)
         _add_rows(p_eight, m & 7, b_dq, D)
     else:
+        # In step as above. Without this wait the kernel hung as soon as another process computed on the same GPU. Probably because nobody
+        # used ``ds_full`` then: the memory of a barrier that nothing uses is taken for what the partitions are passed.
+        buffer = i & 1
+        mbarrier.arrive(ds_full.index(buffer), count=1)
+        mbarrier.wait(ds_full.index(buffer), (i // 2) & 1)
         b_delta = s_delta.index(stage).load(gl.SliceLayout(0, l_s))
         b_ds = (b_p * (b_dp - b_delta[None, :])).to(dtype)
         b_dk = warpgroup_mma(gl.convert_layout(b_ds, l_p), s_q.index(stage), b_dk, is_async=True)

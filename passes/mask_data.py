@@ -31,7 +31,10 @@ def padding_source(condition: Boolean, axis: str = "kv") -> fx.Node | None:
         return None
     data, other = condition.args[0].args
     at = AXES[AXIS_NAMES.index(axis)]
-    return data.node if isinstance(data, Data) and other == 0 and data.indices in ((BATCH, at), (0, at)) else None
+    if not isinstance(data, Data) or other != 0:
+        return None
+    of_one_row = data.indices == (0, at) and sizes_of(data.node.meta["val"])[0] == 1
+    return data.node if data.indices == (BATCH, at) or of_one_row else None
 
 
 def emit_condition(

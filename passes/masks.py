@@ -117,14 +117,16 @@ def is_arange(element: Element, dim: int) -> Any:
     return int(offset) if offset.is_Integer else offset
 
 
-def is_masking(number: float, dtype: torch.dtype) -> bool:
-    """Whether attention scores of this dtype have probability zero once this number is added, or put in their place."""
-    return number <= least_masking(dtype)
+def is_masking(number: float, dtype: torch.dtype, factor: float = 1.0) -> bool:
+    """Whether attention scores of this dtype have probability zero once this number is added, or put in their place, and they are then
+    multiplied with `factor`."""
+    return number <= least_masking(dtype, factor)
 
 
-def least_masking(dtype: torch.dtype) -> float:
-    """The largest number that, added to a score, masks it."""
-    return max(torch.finfo(dtype).min / 2, _least_masking(dtype))
+def least_masking(dtype: torch.dtype, factor: float = 1.0) -> float:
+    """The largest number that, added to a score, masks it. What masks before scores are divided by the root of a head dim masks after it."""
+    spare = 1.0 if dtype == torch.float16 else 16.0
+    return max(torch.finfo(dtype).min / 2, _least_masking(dtype)) / min(factor * spare, 1.0)
 
 
 def _least_masking(dtype: torch.dtype) -> float:
@@ -139,13 +141,15 @@ def _least_masking(dtype: torch.dtype) -> float:
 class Applied:
     """One mask applied to scores of a dtype. `element` is right-aligned to (b, h, q, kv).
 
-    kind: "bool" (True = may attend), "additive", or "fill" (True = the score becomes the number `fill`).
+    kind: "bool" (True = may attend), "additive", or "fill" (True = the score becomes the number `fill`). factor: what the scores are
+    multiplied with after the mask.
     """
 
     element: Element
     kind: str
     dtype: torch.dtype
     fill: float | None = None
+    factor: float = 1.0
 
 
 def classify(element: Element, *, kind: str, dtype: torch.dtype, fill: float | None = None) -> Verdict:
@@ -189,7 +193,7 @@ def _allowed(mask: Applied, sizes: Sequence[Any]) -> tuple[Boolean, list[Boolean
     if mask.kind == "bool":
         return as_condition(mask.element).xreplace(shift), []
     if mask.kind == "fill":
-        if mask.fill is None or not is_masking(mask.fill, mask.dtype):
+        if mask.fill is None or not is_masking(mask.fill, mask.dtype, mask.factor):
             raise Refused(f"scores are replaced by {mask.fill}, which is no masking constant")
         return sympy.Not(as_condition(mask.element)).xreplace(shift), []
     if mask.element.is_condition:
@@ -202,9 +206,9 @@ def _allowed(mask: Applied, sizes: Sequence[Any]) -> tuple[Boolean, list[Boolean
         elif isinstance(value, Data):
             value = value.xreplace(shift)
             allowed.append(sympy.And(condition, Equals(value, 0)))
-            least = sympy.sympify(least_masking(mask.dtype))
+            least = sympy.sympify(least_masking(mask.dtype, mask.factor))
             facts.append(sympy.Or(sympy.Not(condition), Equals(value, 0), AtLeast(least, value)))
-        elif not (is_number(value) and is_masking(value, mask.dtype)) and _can_hold(condition, sizes):
+        elif not (is_number(value) and is_masking(value, mask.dtype, mask.factor)) and _can_hold(condition, sizes):
             what = "is neither 0 nor a masking constant" if is_number(value) else "depends on positions"
             raise Refused(f"its value {named(sympy.sympify(value))} {what}")
     return sympy.Or(*allowed), facts

@@ -204,11 +204,13 @@ class Propagation:
                 dims[mark.row_dim], dims[mark.column_dim] = (rows,), (columns,)
                 light = light or len(dims) == 2
             layout = Layout(tuple(dims))
-        value = Value(node, layout, dense=new, light=light, pure=True)
+        # what a fact says of a learned value would take its gradient away
+        value = Value(node, layout, dense=new, light=light, pure=not fake.requires_grad)
         if mark is not None:
             value.shared, value.tainted, value.reach = mark.shared, mark.blank, mark.reach
-            value.pure = not mark.blank  # a fact must not be true because padding is blank
-        value.element = masks.input_element(node, "padding_mask" if mark is not None and mark.is_padding_mask else "data")
+            value.pure = value.pure and not mark.blank  # nor must a fact be true because padding is blank
+        if not fake.requires_grad:
+            value.element = masks.input_element(node, "padding_mask" if mark is not None and mark.is_padding_mask else "data")
         return value
 
     def operation(self, node: fx.Node) -> Any:
@@ -410,7 +412,9 @@ class Propagation:
         if value.dense is not None:
             return value.dense
         if value.score is not None or value.routed is not None:
+            region, self.emitter.region = self.emitter.region, value.node.meta["region"]
             value.dense = self.emit_dense(value.node)
+            self.emitter.region = region
             return value.dense
         return self.convert.unpack(value)
 

@@ -777,7 +777,7 @@ def nll_loss(op: Op) -> Any:
     each = e.getitem(e.call(op.target, logp.packed, packed_target, None, 0, ignore), 0)
     kept = e.call(aten.ne.Scalar, target.dense, ignore)
     zero = engine.zero_fact(kept, losses.layout, logp.window) if target.pure else None
-    value = Value(op.node, losses.layout, packed=each, at_padding=None if zero is None else AtPadding(0, (zero,)))
+    value = Value(engine.result_node(op.node, 0), losses.layout, packed=each, at_padding=None if zero is None else AtPadding(0, (zero,)))
     count = e.call(aten._to_copy.default, e.call(aten.sum.default, kept), dtype=logp.fake.dtype)
     if reduction == 0:
         return [value, Value(op.node, Layout(()), dense=e.call(aten.zeros_like.default, count))]

@@ -32,12 +32,13 @@ aten = torch.ops.aten
 @dataclasses.dataclass(frozen=True)
 class Mask:
     """One mask applied to the scores; its element broadcasts against (b, h, q, kv). kind: "bool" (True = may attend), "additive", or "fill"
-    (True = gets the number `fill`)."""
+    (True = gets the number `fill`). factor: what the scores are multiplied with after the mask."""
 
     value: Value
     kind: str
     dtype: torch.dtype
     fill: float | None = None
+    factor: float = 1.0
     rank: int = 4  # of the scores that it broadcasts against: 4, or 3 where there is no dimension of heads
 
     @property
@@ -91,6 +92,8 @@ def through_scores(engine, op) -> Any:
     )
 
     target = op.target
+    if any(_is_score(v) and v.node.meta["region"].grad_enabled != engine.emitter.region.grad_enabled for v in op.values):
+        raise Barrier("computes a part of the attention without gradients")
     if target in _VIEWS:
         score = op.args[0]
         result = RULES[target](op)
@@ -245,16 +248,17 @@ def scale_scores(op, number: float | None = None) -> Value:
     if number is None or number == 0 or (divides and not _is_score(op.args[0])):
         raise Barrier("scales attention scores by something that is not a known number")
     score: Score = value.score
-    if score.is_probability or score.masks or score.sinks is not None or score.is_top:
-        raise Barrier("scales attention scores after they were masked or normalised")
     factor = 1.0 / number if divides else number
+    if score.is_probability or score.sinks is not None or score.is_top or (score.masks and factor < 0):
+        raise Barrier("scales attention scores after they were normalised")
     if score.capping:
         # cap * tanh(x * scale): the op computes cap * tanh(x * scale' / cap), for either sign of cap, as tanh is odd
         score = dataclasses.replace(score, softcap=abs(factor), scale=score.scale * factor, capping=False)
     elif score.softcap:
         raise Barrier("scales attention scores after they were capped")
     else:
-        score = dataclasses.replace(score, scale=score.scale * factor)
+        applied = tuple(dataclasses.replace(m, factor=m.factor * factor) for m in score.masks)
+        score = dataclasses.replace(score, scale=score.scale * factor, masks=applied)
     return Value(op.node, value.layout, score=score)
 
 
@@ -294,7 +298,7 @@ def with_mask(op, value: Value, mask: Value, kind: str, fill: float | None) -> V
     if element is None:
         raise Barrier("masks attention by something that is not a known expression")
     mask = dataclasses.replace(mask, element=masks.align_to_scores(element, len(mask.layout.dims), _score_axes(value.layout)))
-    added = Mask(mask, kind, op.node.meta["val"].dtype, fill, len(value.layout.dims))
+    added = Mask(mask, kind, op.node.meta["val"].dtype, fill, rank=len(value.layout.dims))
     return Value(op.node, value.layout, score=dataclasses.replace(score, masks=score.masks + (added,)))
 
 
@@ -407,7 +411,7 @@ def _without_repeats(engine, operand: Heads) -> Heads:
         return operand
     value = operand.value
     while any(a.kind is Kind.CONSTANT for a in value.layout.atoms()):
-        if value.node.target not in _LOOK_THROUGH:
+        if value.node.target not in _LOOK_THROUGH or value.node.meta["region"].grad_enabled != engine.emitter.region.grad_enabled:
             return operand
         value = engine.values[value.node.args[0]]
     atoms = value.layout.atoms()
@@ -536,11 +540,11 @@ def asked_of_the_data(engine, op, applied, q: Heads) -> masks.Verdict:
             shape = ([choice.num_rows, q.num_heads] if flat and q.heads else [shape[0], 1]) + shape[1:]
         x = e.reshape(mask.value.dense, [1] * (4 - len(shape)) + shape)
         if mask.kind == "additive":
-            seen, hidden = e.call(aten.eq.Scalar, x, 0), e.call(aten.le.Scalar, x, masks.least_masking(mask.dtype))
+            seen, hidden = e.call(aten.eq.Scalar, x, 0), e.call(aten.le.Scalar, x, masks.least_masking(mask.dtype, mask.factor))
             known = e.call(aten.logical_or.default, seen, hidden)
             engine.facts[e.call(aten.all.default, known)] = None
         elif mask.kind == "fill":
-            if not masks.is_masking(mask.fill, mask.dtype):
+            if not masks.is_masking(mask.fill, mask.dtype, mask.factor):
                 raise Barrier("fills attention scores with a number that does not mask")
             seen = e.call(aten.logical_not.default, x)
         else:

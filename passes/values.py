@@ -43,7 +43,7 @@ class Value:
     reach: int = 0
     # dense, and computed without parameters: small enough to be kept dense until a packed value meets it
     light: bool = False
-    # dense, and computed from the graph's inputs alone, nothing packed before it: usable in a fact
+    # dense, and computed from the graph's inputs alone, none of which is learned, nothing packed before it: usable in a fact
     pure: bool = False
     # dense, behind an unpack that left padding out: padding positions lack the numbers that the unmarked batch has there
     tainted: bool = False

@@ -266,3 +266,16 @@ def test_across_a_graph_break():
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert relative(compiled(**plain)[real], model(**plain)[real]) < 1e-6
+
+
+def test_padding_of_an_earlier_mask_is_forgotten_without_it():
+    """The same ids with an attention mask, then without one: what was padding are tokens."""
+    ids = rows_of_two()
+    mask = torch.ones_like(ids)
+    mask[0, 10:] = 0
+    first = found(ids, mask)
+    assert first[0].plan.padding == "right"
+    again = {0: mark_of(ids)}
+    assert found(ids, marks=again)[0].plan.padding == "none"
+    assert found(ids, marks={0: first[0]}, detect=False) == {}
+    assert found(ids, mask, marks=first) == first

@@ -1,6 +1,9 @@
 """The kernels on a GPU, against the float64 oracle: both the Hopper kernels and the portable ones."""
 
 import os
+import pathlib
+import subprocess
+import sys
 
 import oracle
 import pytest
@@ -118,3 +121,40 @@ def test_offsets_beyond_int32(kernels):
             torch.testing.assert_close(last, one, rtol=2 * torch.finfo(one.dtype).eps, atol=1e-4)
         else:
             assert torch.equal(last, one), name
+
+
+COMPETITOR = """
+import time, torch
+x, end = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16), time.time() + 60
+while time.time() < end:
+    for _ in range(20):
+        x @ x
+    torch.cuda.synchronize()
+"""
+
+BESIDE = """
+import sys, time, torch
+sys.path.insert(0, {tests!r})
+import oracle
+case = oracle.Case(groups=((8192, (1024,) * 16),) * 2, heads=32, kv_heads=8, head_dim={dim}, value_dim={dim})
+q, k, v, _, dout, _ = (None if x is None else x.cuda() for x in case.inputs(torch.bfloat16))
+torch.use_deterministic_algorithms({deterministic}, warn_only=True)
+function, end = oracle.operation(case, "cuda"), time.time() + 15
+while time.time() < end:
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    torch.autograd.grad(function(*leaves, None)[0], leaves, dout)
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_other_processes_on_the_gpu(dim, deterministic):
+    """Kernels that are interrupted for other processes go on afterwards: one of them hung once, within its first launches."""
+    others = [subprocess.Popen([sys.executable, "-c", COMPETITOR]) for _ in range(2)]
+    try:
+        text = BESIDE.format(tests=str(pathlib.Path(__file__).parent), dim=dim, deterministic=deterministic)
+        subprocess.run([sys.executable, "-c", text], check=True, timeout=180)
+    finally:
+        for other in others:
+            other.kill()

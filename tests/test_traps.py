@@ -127,7 +127,27 @@ def flat_heads(q, k, v, mask):
     return F.scaled_dot_product_attention(*(x.reshape(b * h, s, d) for x in (q, k, v)), attn_mask=flat).view(b, h, s, d)
 
 
-@pytest.mark.parametrize("attention", [negative_cap, flat_heads])
+def scaled_after_the_mask(q, k, v, mask):
+    return (masked(q @ k.transpose(-1, -2), mask) / math.sqrt(q.shape[-1])).softmax(-1) @ v
+
+
+def scaled_after_an_added_mask(q, k, v, mask):
+    added = torch.zeros(mask.shape[0], 1, mask.shape[1], mask.shape[1], dtype=q.dtype).masked_fill(~causal(mask), torch.finfo(q.dtype).min)
+    return ((q @ k.transpose(-1, -2) * 2 + added) * 0.125).softmax(-1) @ v
+
+
+def scaled_until_the_mask_shows(q, k, v, mask):
+    """-1e9 times 1e-9 hides nothing."""
+    return (masked(q @ k.transpose(-1, -2), mask) * 1e-9).softmax(-1) @ v
+
+
+def test_a_mask_that_is_scaled_away_is_none():
+    worst, reports = run(Decoder(scaled_until_the_mask_shows), FULL)
+    assert worst < 1e-9
+    assert not any(r.attention_rewritten for r in reports)
+
+
+@pytest.mark.parametrize("attention", [negative_cap, flat_heads, scaled_after_the_mask, scaled_after_an_added_mask])
 @pytest.mark.parametrize("batch", [FULL, RIGHT, LEFT], ids=["full", "right", "left"])
 def test_unusual_attention_is_rewritten(attention, batch):
     worst, reports = run(Decoder(attention), batch)
@@ -538,3 +558,24 @@ def test_flops_of_what_runs_dense_are_dense():
     assert partly.attention_rewritten == packed.attention_rewritten == 1
     assert partly.dense_flops == packed.dense_flops
     assert partly.packed_flops - packed.packed_flops == 2 * 16 * (16 + 32) * (packed.dense_tokens - packed.packed_tokens)
+
+
+_MASKS_OF_ONE_ROW = {
+    "mask[0]": lambda mask: mask[0].bool()[None, None, None],
+    "mask[:1]": lambda mask: mask[:1, None, None].bool(),
+    "mask[-1]": lambda mask: mask[-1].bool()[None, None, None],
+    "mask[rows]": lambda mask: mask[torch.zeros(mask.shape[0], dtype=torch.long)][:, None, None].bool(),
+}
+
+
+@pytest.mark.parametrize("name", _MASKS_OF_ONE_ROW)
+@pytest.mark.parametrize("batch", [RIGHT, LEFT], ids=["right", "left"])
+def test_the_padding_of_one_row_is_not_that_of_all(name, batch):
+    def attention(q, k, v, mask):
+        i = torch.arange(mask.shape[1])
+        seen = (i[:, None] >= i) & _MASKS_OF_ONE_ROW[name](mask)
+        return scores(q, k).masked_fill(~seen, -1e9).softmax(-1) @ v
+
+    worst, reports = run(Decoder(attention), batch)
+    assert worst < 1e-9
+    assert not any(r.attention_rewritten for r in reports)
