@@ -295,6 +295,8 @@ def with_mask(op, value: Value, mask: Value, kind: str, fill: float | None) -> V
     if mask.is_packed or mask.score is not None:
         raise Barrier("masks attention by values that the model computes")
     element = mask.element
+    if element is None and kind == "additive":
+        raise Barrier("adds to attention scores what is not known to be a mask: ALiBi, a learned or a relative bias, say")
     if element is None:
         raise Barrier("masks attention by something that is not a known expression")
     mask = dataclasses.replace(mask, element=masks.align_to_scores(element, len(mask.layout.dims), _score_axes(value.layout)))

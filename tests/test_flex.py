@@ -167,7 +167,7 @@ REFUSED = {
     "bidirectional": (lambda b, h, q, k: q - k < 3, None, "is not causal"),
     "per head": (lambda b, h, q, k: (q >= k) & (q - k < h + 2), None, "mask"),
     "per row": (lambda b, h, q, k: (q >= k) & (q - k < b + 2), None, "mask"),
-    "alibi": (causal, lambda s, b, h, q, k: s + (k - q) * 0.5, "known expression"),
+    "alibi": (causal, lambda s, b, h, q, k: s + (k - q) * 0.5, "ALiBi"),
     "squared": (causal, lambda s, b, h, q, k: s * s, "scales attention scores"),
     "sine": (causal, lambda s, b, h, q, k: torch.sin(s), "attention scores are read by"),
 }

@@ -579,3 +579,15 @@ def test_the_padding_of_one_row_is_not_that_of_all(name, batch):
     worst, reports = run(Decoder(attention), batch)
     assert worst < 1e-9
     assert not any(r.attention_rewritten for r in reports)
+
+
+def test_alibi_is_refused_by_its_name():
+    def attention(q, k, v, mask):
+        i = torch.arange(mask.shape[1], dtype=q.dtype)
+        slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=q.dtype).view(4, 1, 1)
+        return (masked(scores(q, k) + slopes * (i - i[:, None]), mask)).softmax(-1) @ v
+
+    worst, reports = run(Decoder(attention), FULL)
+    assert worst < 1e-9
+    assert not any(r.attention_rewritten for r in reports)
+    assert any("ALiBi" in b.reason for r in reports for b in r.barriers)
