@@ -124,7 +124,7 @@ def is_masking(number: float, dtype: torch.dtype, factor: float = 1.0) -> bool:
 
 
 def least_masking(dtype: torch.dtype, factor: float = 1.0) -> float:
-    """The largest number that, added to a score, masks it. What masks before scores are divided by the root of a head dim masks after it."""
+    """The largest number that, added to a score, masks it; what masks before scores are divided by a head dim's root masks after it too."""
     spare = 1.0 if dtype == torch.float16 else 16.0
     return max(torch.finfo(dtype).min / 2, _least_masking(dtype)) / min(factor * spare, 1.0)
 

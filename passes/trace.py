@@ -108,9 +108,10 @@ def trace(gm: fx.GraphModule, fake_mode: FakeTensorMode, fake_args: Sequence[Any
 
 def _run_functionalised(gm: fx.GraphModule, recorder: _Recorder, fake_args: Sequence[Any], original: Sequence[Any]) -> Any:
     """Runs the graph so that the recorder sees no in-place operation, but for one copy_ into each input that the program writes to."""
-    with _Functionalisation(recorder):
+    with _Functionalisation(recorder) as mode:
         wrapped = [FunctionalTensor.to_functional(a) if isinstance(a, torch.Tensor) else a for a in fake_args]
         outputs = _Interpreter(gm, recorder).run(*wrapped)
+        mode.check_read(outputs)
     if any(torch._functionalize_has_data_mutation(t.elem) for t in recorder.unwritten):
         raise CannotDeduplicate("a view that a function returns, or what it is a view of, is written to: it cannot be recorded")
     outputs = pytree.tree_map_only(FunctionalTensor, functions.unwrapped, outputs)
@@ -124,38 +125,45 @@ def _run_functionalised(gm: fx.GraphModule, recorder: _Recorder, fake_args: Sequ
 
 class _Functionalisation(FunctionalTensorMode):
     """Refuses what cannot be recorded as operations without writes: a write that autograd does not see, under no_grad or into what was
-    detached. In eager code the tensor keeps its gradient; recorded, it would be the result of operations that have none."""
+    detached, if what was written to is read later. In eager code it keeps its gradient; recorded, it would be the result of operations that
+    have none."""
 
     def __init__(self, recorder: _Recorder):
         super().__init__()
         self.recorder = recorder
         self._with_gradient: set[int] = set()  # storages
+        self._written_unseen: set[int] = set()  # storages
         self._detached: set[int] = set()  # tensors
         self._alive: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        grad_enabled = self.recorder.region.grad_enabled
-        if func._schema.is_mutable:
+        grad_enabled, writes = self.recorder.region.grad_enabled, func._schema.is_mutable
+        if grad_enabled and func is not aten.detach.default:
+            self.check_read((args, kwargs))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if writes:
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    for tensor in pytree.tree_leaves(value):
-                        self._check_write(tensor, grad_enabled)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        given = {_storage(a): id(a) for a in args if isinstance(a, FunctionalTensor)}
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, FunctionalTensor) and tensor.is_floating_point():
+                    written = {_storage(t) for t in _functional(value) if not grad_enabled or id(t) in self._detached}
+                    self._written_unseen |= written & self._with_gradient
+        given = {_storage(a): id(a) for a in _functional(args)}
+        for tensor in _functional(result):
+            if tensor.is_floating_point():
                 self._alive.append(tensor)
                 viewed = given.get(_storage(tensor))
-                if grad_enabled and (viewed is None or func._schema.is_mutable):
+                if grad_enabled and (viewed is None or writes):
                     self._with_gradient.add(_storage(tensor))
                 if func is aten.detach.default or viewed in self._detached:
                     self._detached.add(id(tensor))
         return result
 
-    def _check_write(self, tensor: Any, grad_enabled: bool) -> None:
-        unseen = isinstance(tensor, FunctionalTensor) and (not grad_enabled or id(tensor) in self._detached)
-        if unseen and _storage(tensor) in self._with_gradient:
+    def check_read(self, tree: Any) -> None:
+        if self._written_unseen and any(_storage(t) in self._written_unseen and id(t) not in self._detached for t in _functional(tree)):
             raise CannotDeduplicate("the program writes into a tensor without autograd's knowledge (under no_grad, or detached)")
+
+
+def _functional(tree: Any) -> list[FunctionalTensor]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, FunctionalTensor)]
 
 
 def _storage(tensor: torch.Tensor) -> int:
