@@ -99,9 +99,9 @@ class CompiledGraph:
         if not marks:
             return self._plain(args)
         plan = self._common_plan(marks, args)
-        if plan.num_rows == 1 or plan.num_columns == 1:
+        if plan.num_rows == 1 or plan.num_columns == 1 or not plan.num_real_tokens:
             return self._plain(args)
-        key = (tuple((i, m.role, _token_input(m, args[i])) for i, m in marks.items()), plan.padding)
+        key = (tuple((i, m.role, _token_input(m, args[i])) for i, m in marks.items()), plan.padding, plan.has_gaps)
         ways = (False,) if plan.padding == "none" else (True,) if self.after is After.CONTINUED else (False, True)
         known = self.variants.setdefault(key, [])
         for keep in ways:
@@ -287,6 +287,7 @@ class Variant:
             num_rows=self._rows,
             num_columns=self._columns,
             padding=plan.padding,
+            has_gaps=plan.has_gaps,
             keep_padding=keep,
             window_has_padding=lambda w: not _is_unpadded(plan, *self._now(w)),
             num_tables=NUM_TABLES,
@@ -348,7 +349,7 @@ class Variant:
             specs = table_specs()[request.index]
             length = self._length(Window.of(0, self._columns), real, place) if not specs[1] else self.inputs.new_size(real.shape[0], place)
             shape = [length, *specs[1]]
-        elif request.kind in ("unpack_index", "valid"):
+        elif request.kind in ("unpack_index", "valid", "real"):
             size = self._symbolic(request.window.size)
             shape = [self._rows * size] if request.kind == "unpack_index" else [self._rows, size]
         else:
@@ -373,8 +374,8 @@ class Variant:
             return self.constants[request.name]
         if request.kind == "table":
             return plan.attention_tables(keep=self.keep, hidden=request.hidden)[request.index]
-        if request.kind == "valid":
-            return plan.packing(*numbers(request.window)).valid
+        if request.kind in ("valid", "real"):
+            return getattr(plan.packing(*numbers(request.window)), request.kind)
         packing = plan.packing(*numbers(request.window), keep=self.keep)
         if request.kind == "subselect":
             return packing.places_in([plan.packing(*numbers(w), keep=self.keep) for w in request.base])

@@ -84,8 +84,8 @@ def _examined(entries: dict[int, int], names: Sequence[str], args: Sequence[Any]
         padding = torch.stack(padding_facts(None if mask is None else tensors[mask], (num_rows, num_columns), device))
         agree = _agreement(list({id(t): t for t in tensors.values()}.values()))
         table = torch.cat([padding, agree]).cpu().numpy()
-    (starts, stops, holes, odd), agree = table[:4], table[4:]
-    if (holes < num_columns).any() or (odd < num_columns).any() or (stops == 0).any():
+    (starts, stops, gaps, _, _, odd), agree = table[:6], table[6:]
+    if (gaps < num_columns).any() or (odd < num_columns).any() or (stops == 0).any():
         return {}
     tokens = np.minimum(np.minimum(agree, stops), stops[:, None]) - starts  # row i and the rows that begin like it start at one column
     groups = best_groups(np.maximum(tokens, 0), min_tokens)

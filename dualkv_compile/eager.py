@@ -145,7 +145,7 @@ def _shows_padding(mask: torch.Tensor, plan: Plan) -> bool:
         return False
     last = mask[:, 0, -1]
     seen = last if last.dtype == torch.bool else last == 0
-    return bool((seen == plan.packing().valid).all())
+    return bool((seen == plan.packing().real).all())
 
 
 def _compared(tensor: torch.Tensor, plan: Plan, role: str) -> Sharing:

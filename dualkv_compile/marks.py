@@ -163,7 +163,7 @@ def mark_shared_prompt(batch, prompt_length, *, group_size=None, group_ids=None,
         facts = facts_of(rows, prompt_length, group_size, group_ids, validate)
         check_facts(rows, facts)
         plan = Plan(
-            facts.groups(), rows.num_columns, facts.lengths, facts.starts, facts.stops, owned=OWNED, device=rows.device
+            facts.groups(), rows.num_columns, facts.lengths, facts.starts, facts.stops, facts.gaps(), owned=OWNED, device=rows.device
         )
         sharing = sharing_of(rows, facts, plan, validate)
     unmark(batch)

@@ -71,7 +71,8 @@ class BarrierNote:
 
 @dataclasses.dataclass
 class PackingChoice:
-    """How this graph packs the batch, decided before the walk. `padding` is that of the plan: "none", "right" or "left"."""
+    """How this graph packs the batch, decided before the walk. `padding` is that of the plan: "none", "right" or "left"; padding in gaps
+    between real columns, which `has_gaps` speaks of, is never left out."""
 
     num_rows: Size
     num_columns: Size
@@ -79,11 +80,17 @@ class PackingChoice:
     keep_padding: bool
     window_has_padding: Callable[[Window], bool]
     num_tables: int
+    has_gaps: bool = False
     attention_impl: str = "auto"
 
     @property
     def drops_padding(self) -> bool:
         return self.padding != "none" and not self.keep_padding
+
+    @property
+    def holds_padding(self) -> bool:
+        """Whether some tokens are padding."""
+        return self.has_gaps or (self.padding != "none" and self.keep_padding)
 
 
 @dataclasses.dataclass

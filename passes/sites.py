@@ -500,18 +500,20 @@ def _from_four_dims(engine, out: fx.Node, layout: Layout, window: Window) -> fx.
 def _padding_hidden(engine, op, mask: masks.Verdict, gives_zero: bool) -> bool:
     """Decides whether padding keys are hidden in the packed attention, and registers what must be true of the data for that."""
     choice = engine.choice
-    hides = choice.keep_padding and choice.padding != "none"
+    hides = choice.holds_padding
     if mask.kind == "causal" and mask.key_data is None:
         if choice.drops_padding and choice.padding == "left":
             raise engine.reads_padding(op, "attends to left padding")
         hides = False
     else:
-        if hides and choice.padding == "left" and not gives_zero:
+        if choice.keep_padding and choice.padding == "left" and not gives_zero:
             raise engine.reads_padding(op, "hides left padding, whose queries see no key")
+        if hides and mask.window is not None and not gives_zero:
+            raise engine.reads_padding(op, "hides padding, whose queries may see no key within the window")
         if mask.kind == "causal":
             _require_padding(engine, mask.key_data, "kv")
     if mask.query_data is not None:
-        if choice.keep_padding and choice.padding != "none":
+        if choice.holds_padding:
             raise engine.reads_padding(op, "masks padding queries")
         _require_padding(engine, mask.query_data, "q")
     return hides
@@ -548,14 +550,14 @@ def asked_of_the_data(engine, op, applied, q: Heads) -> masks.Verdict:
         allowed = seen if allowed is None else e.call(aten.logical_and.default, allowed, seen)
     expected = e.call(aten.ge.Tensor, e.call(aten.unsqueeze.default, at, 1), e.call(aten.unsqueeze.default, at, 0))
     agrees = e.call(aten.eq.Tensor, allowed, expected)
-    if choice.padding != "none":
-        valid = e.request(Request("valid", Window.of(0, choice.num_columns)))
+    if choice.padding != "none" or choice.has_gaps:
         b, s = choice.num_rows, choice.num_columns
-        keys = e.reshape(valid, [b, 1, 1, s])
+        keys = e.reshape(e.request(Request("real", Window.of(0, s))), [b, 1, 1, s])
         expected = e.call(aten.logical_and.default, expected, keys)
         agrees = e.call(aten.eq.Tensor, allowed, expected)
         if choice.drops_padding:
-            padding_query = e.call(aten.logical_not.default, e.reshape(valid, [b, 1, s, 1]))
+            queries = e.reshape(e.request(Request("valid", Window.of(0, s))), [b, 1, s, 1])
+            padding_query = e.call(aten.logical_not.default, queries)
             agrees = e.call(aten.logical_or.default, agrees, padding_query)
     engine.facts[e.call(aten.all.default, agrees)] = None
     return masks.Verdict("asked")
@@ -568,9 +570,9 @@ def _require_padding(engine, condition, axis: str) -> None:
     if source is not None and source.name in engine.token_inputs and engine.token_inputs[source.name].is_padding_mask:
         return
     data = masks.emit_condition(e.call, condition, axis, choice.num_rows, choice.num_columns, engine.dense_argument)
-    valid = e.request(Request("valid", Window.of(0, choice.num_columns)))
+    real = e.request(Request("real", Window.of(0, choice.num_columns)))
     agrees = aten.eq.Tensor if axis == "kv" else aten.ge.Tensor
-    engine.facts[e.call(aten.all.default, e.call(agrees, data, valid))] = None
+    engine.facts[e.call(aten.all.default, e.call(agrees, data, real))] = None
 
 
 def dense_call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):

@@ -148,8 +148,8 @@ class Bench:
 
         if request.kind == "table":
             return self.plan.attention_tables(keep=keep, hidden=request.hidden)[request.index]
-        if request.kind == "valid":
-            return packing(request.window, keep=False).valid
+        if request.kind in ("valid", "real"):
+            return getattr(packing(request.window, keep=False), request.kind)
         if request.kind == "subselect":
             return packing(request.window).places_in([packing(w) for w in request.base])
         return getattr(packing(request.window), request.kind)
