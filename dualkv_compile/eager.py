@@ -118,7 +118,7 @@ def may_verify(gm: fx.GraphModule, names: Sequence[str], fakes: Sequence[Any]) -
 def verified(marks: dict[int, Mark], candidates: Sequence[int], args: Sequence[Any]) -> dict[int, Mark]:
     """`marks` of a call's arguments, and those of unmarked ones that agree with their plan, or else with the active plan."""
     plan = next(iter(marks.values())).plan if marks else active_plan()
-    if plan is None:
+    if plan is None or plan.is_row:
         return marks
     shape = (plan.num_rows, plan.num_columns)
     unknown = [i for i in candidates if i not in marks and tuple(args[i].shape[:2]) == shape and not args[i].requires_grad]

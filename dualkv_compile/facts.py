@@ -16,6 +16,7 @@ import torch
 
 from dualkv_compile.errors import InvalidMark, PromptMismatch
 from dualkv_compile.plan import to_device
+from dualkv_compile.sequences import split
 
 OWNED = 1
 # Comparisons gather the other row: in pieces, so that embeddings of a long batch do not double in memory.
@@ -34,7 +35,7 @@ class Entry:
 
     @property
     def values(self):
-        """``[B, S, …]``."""
+        """``[B, S, …]``, or of a packed row ``[1, T, …]``."""
         return self.tensor.movedim(0, -1) if self.row_dim else self.tensor
 
 
@@ -48,6 +49,11 @@ class Rows:
     mask: torch.Tensor | None
     prompts: torch.Tensor | None  # None: what is there does not tell prompts apart (labels, say)
     device: torch.device
+    bounds: np.ndarray | None = None  # of the sequences that are taken for rows, in a packed row
+
+    def by_sequence(self, values):
+        """``[B, S, …]``."""
+        return values if self.bounds is None else split(values, self.bounds)
 
 
 def name_of(role):
@@ -106,6 +112,8 @@ def facts_of(rows, prompt_length, group_size, group_ids, validate):
     else:
         lengths = torch.full(shape[:1], operator.index(prompt_length), device=device, dtype=torch.int64)
     starts, stops, gap_starts, gap_stops, holes, odd = padding_facts(rows.mask, shape, device)
+    if rows.bounds is not None:
+        stops = to_device(np.diff(rows.bounds), device)
     empty = stops == 0
     lengths, starts = lengths.masked_fill(empty, 0), starts.masked_fill(empty, 0)
 
@@ -115,22 +123,24 @@ def facts_of(rows, prompt_length, group_size, group_ids, validate):
     elif group_ids is not None:
         first_rows = _first_equal(group_ids.to(device, torch.int64, non_blocking=True))
     else:
-        first_rows = _first_row_with_equal_prompt(rows.prompts, lengths, starts, gap_starts.minimum(lengths), gap_stops.minimum(lengths))
+        first_rows = _first_row_with_equal_prompt(
+            rows.by_sequence(rows.prompts), lengths, starts, gap_starts.minimum(lengths), gap_stops.minimum(lengths)
+        )
     # a row of only padding shares nothing, whatever group it is said to be in
     first_rows = torch.where(empty, row_index, _first_equal(first_rows * 2 + empty))
 
     compared = {}
     for entry in rows.entries:
-        if entry.tensor.device == device and _is_compared(entry, validate):
-            compared[id(entry.tensor)] = _first_difference(entry.values, first_rows, lengths)
+        if entry.tensor.device == device and _is_compared(rows, entry, validate):
+            compared[id(entry.tensor)] = _first_difference(rows.by_sequence(entry.values), first_rows, lengths)
     found = [lengths, starts, stops, gap_starts, gap_stops, holes, odd, first_rows]
     table = torch.stack([*found, *compared.values()]).cpu().numpy()
     return Facts(*table[: len(found)], differs=dict(zip(compared, table[len(found) :], strict=True)))
 
 
-def _is_compared(entry, validate):
+def _is_compared(rows, entry, validate):
     # The mask needs no comparison: where it is one is known of every row.
-    return not is_named(entry.role, "attention_mask") and (validate or not entry.defining)
+    return entry.tensor is not rows.mask and (validate or not entry.defining)
 
 
 def padding_facts(mask, shape, device):
@@ -327,7 +337,7 @@ def sharing_of(rows, facts, plan, validate):
     for entry in rows.entries:
         if id(entry.tensor) in facts.differs:
             sharing.append(_sharing(entry, facts.differs[id(entry.tensor)], facts.first_rows, facts.lengths))
-        elif _is_compared(entry, validate):  # it lives on another device
+        elif _is_compared(rows, entry, validate):  # it lives on another device
             sharing.append(compare_with_plan(entry, plan.on(entry.tensor.device)))
         else:
             sharing.append(Sharing(None, OWNED))
@@ -340,7 +350,7 @@ def sharing_of(rows, facts, plan, validate):
 def compare_with_plan(entry, plan):
     """The Sharing of an entry; PromptMismatch if it has to be equal and is not. One synchronisation."""
     facts = to_device(np.stack([plan.first_rows, plan.prompt_ends]), plan.device)
-    differs = _first_difference(entry.values, *facts).cpu().numpy()
+    differs = _first_difference(plan.by_sequence(entry.values), *facts).cpu().numpy()
     difference = _in_words(entry, differs, plan.first_rows, plan.prompt_ends)
     if entry.defining and difference is not None:
         raise PromptMismatch(

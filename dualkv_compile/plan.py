@@ -181,6 +181,9 @@ class Plan:
         cache: facts that others evaluated on this batch.
     """
 
+    #: Whether the batch is one row of many sequences (``dualkv_compile.sequences``).
+    is_row = False
+
     def __init__(self, groups, num_columns, prompt_ends, starts=None, stops=None, gaps=None, *, owned=1, device="cpu"):
         self.groups = sorted(sorted(int(row) for row in rows) for rows in groups)
         self.num_rows = sum(len(rows) for rows in self.groups)
@@ -259,8 +262,19 @@ class Plan:
             raise ValueError(f"columns [{offset}, {offset + size}) are not in a batch of {self.num_columns} columns")
         key = (offset, size, bool(keep))
         if key not in self._packings:
-            self._packings[key] = Packing(self, *key)
+            self._packings[key] = self._make_packing(*key)
         return self._packings[key]
+
+    def _make_packing(self, offset, size, keep):
+        return Packing(self, offset, size, keep)
+
+    def is_unpadded(self, offset, size):
+        """Whether the columns ``[offset, offset + size)`` are tokens in every row; known on the host."""
+        return bool((self.starts <= offset).all() and (self.stops >= offset + size).all())
+
+    def by_sequence(self, values):
+        """``[B, S, …]`` as rows of one sequence each."""
+        return values
 
     def attention_tables(self, keep=False, hidden=False):
         """The tables that ``dualkv::shared_prompt_attention`` reads, for the packing of the whole batch; cached.
@@ -300,7 +314,7 @@ class Plan:
     def __eq__(self, other):
         if self is other:
             return True
-        return isinstance(other, Plan) and self._facts() == other._facts()
+        return type(other) is type(self) and self._facts() == other._facts()
 
     def __hash__(self):
         return hash((self.num_columns, self.num_packed_tokens, self.prompt_ends.tobytes(), self.stops.tobytes()))

@@ -30,6 +30,8 @@ aten = torch.ops.aten
 def attention(engine, op) -> list[Value | None]:
     """The three results of flex_attention: output, logarithm of the softmax's denominator (base 2), largest score."""
     engine.sites_found += 1
+    if engine.choice.is_row:
+        raise Barrier("its block mask is over a packed row")
     query, key, value, _, block_mask, _, options = op.args[:7]
     scores = op.description["scores"]
     if isinstance(scores, Undescribed):

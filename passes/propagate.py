@@ -81,6 +81,7 @@ class PackingChoice:
     window_has_padding: Callable[[Window], bool]
     num_tables: int
     has_gaps: bool = False
+    is_row: bool = False  # one row of many sequences
     attention_impl: str = "auto"
 
     @property
@@ -205,6 +206,7 @@ class Propagation:
             rows, columns = Atom(Kind.ROW, self.choice.num_rows), Atom(Kind.COLUMN, self.choice.num_columns)
             if mark.row_dim == mark.column_dim:
                 dims[mark.row_dim] = (rows, columns)
+                light = light or (len(dims) == 2 and self.choice.is_row)
                 if not fake.shape[mark.row_dim] == rows.size * columns.size:  # asked once, so that it is known from here on
                     raise CannotDeduplicate("an output of an earlier piece has another number of tokens")
             else:
@@ -243,6 +245,8 @@ class Propagation:
             result = self.dense_operation(op, str(barrier))
         if isinstance(result, Value) and result.dense is not None and isinstance(node.meta["val"], torch.Tensor):
             result.element = masks.evaluate(node, self.element_of)
+            if result.element is None and self.choice.is_row and result.pure and not result.fake.is_floating_point():
+                result.element = masks.input_element(node, "data")  # numbers of sequences, say
         for value in result if isinstance(result, (list, tuple)) else [result]:
             if self.choice.drops_padding and isinstance(value, Value) and value.is_token and value.score is None and value.routed is None:
                 value.at_padding = value.at_padding or at_padding.of_result(self, op, value)

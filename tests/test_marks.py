@@ -249,7 +249,7 @@ def test_prompt_length_is_refused(length, words):
         ({"group_ids": torch.tensor([0.0, 0.0])}, r"group_ids.*integer tensor \[2\].*float32"),
         ({"group_ids": torch.tensor([True, True])}, "group_ids.*bool"),
         ({"group_ids": [0, 0]}, "group_ids.*list.*torch.tensor"),
-        ({"cu_seqlens": torch.tensor([0, 5])}, "not supported yet"),
+        ({"cu_seqlens": torch.tensor([0, 5])}, "one packed row .*of 2 rows"),
     ],
 )
 def test_groups_are_refused(groups, words):
