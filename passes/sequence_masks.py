@@ -2,6 +2,7 @@
 
     number[q] == number[kv]  and  q >= kv                             number: cumsum(diff(position_ids) != 1), or searchsorted(cu_seqlens)
     number[q] == number[kv]  and  position[q] >= position[kv]         position: position_ids
+    …                        and  not position[q] - 5 >= position[kv]            a window of 5
 
 Which sequence a column belongs to is data. A mask that compares the query's number with the key's is taken for one of sequences; that
 numbers are equal within each sequence of the plan and in no two of them is a fact, and so is that positions count up. Facts are asked of
@@ -27,7 +28,7 @@ from dualkv_compile.passes import masks
 from dualkv_compile.passes.graph import Request, Window
 from dualkv_compile.passes.layout import same
 from dualkv_compile.passes.mask_profile import Profile, Refused, named
-from dualkv_compile.passes.symbolic import KEY, QUERY, AtLeast, Data, Equals
+from dualkv_compile.passes.symbolic import KEY, QUERY, AtLeast, Data, Equals, index
 
 aten = torch.ops.aten
 
@@ -41,37 +42,58 @@ class WithinSequences:
     window: int | None
 
 
-def classify(applied: Sequence[Any]) -> WithinSequences:
+def classify(engine, applied: Sequence[Any]) -> WithinSequences:
     """What the masks of a site mean together. Raises Refused."""
     condition, facts, sizes = masks.joined(applied)
     if facts:
         raise Refused("it adds data to the scores")
     pairs = [a for a in condition.atoms(AtLeast, Equals) if a.has(Data) and {QUERY, KEY} <= a.free_symbols]
-    sources = {a: _compared(a) for a in pairs}
+    compared = {a: _compared(engine, a) for a in pairs}
     same_number = [a for a in pairs if isinstance(a, Equals)]
     if not same_number:
         raise Refused("it compares no numbers of sequences")
     apart = Profile(condition.xreplace(dict.fromkeys(same_number, sympy.false)), sizes)
     if any(any(table) for _, _, table in apart.intervals):
         raise Refused("a query may see a key of another sequence")
-    later = {a: AtLeast(QUERY - KEY, 0) if QUERY in a.args[0].free_symbols else AtLeast(KEY - QUERY, 0) for a in pairs}
-    inside = condition.xreplace({**later, **dict.fromkeys(same_number, sympy.true)})
+    columns = {a: AtLeast(first, second) for a, (_, first, second) in compared.items() if a not in same_number}
+    inside = condition.xreplace({**columns, **dict.fromkeys(same_number, sympy.true)})
     window, key_data, query_data = Profile(inside, sizes).causal()
     if key_data is not None or query_data is not None:
         raise Refused("it depends on data within a sequence")
-    numbers = tuple(sorted({sources[a] for a in same_number}, key=str))
-    return WithinSequences(numbers, tuple(sorted({sources[a] for a in pairs if a not in same_number}, key=str)), window)
+    numbers = {compared[a][0] for a in same_number}
+    positions = {compared[a][0] for a in columns}
+    return WithinSequences(tuple(sorted(numbers, key=str)), tuple(sorted(positions, key=str)), window)
 
 
-def _compared(atom: Any) -> fx.Node:
-    """The integer tensor of which an atom compares the query's element with the key's."""
-    a, b = atom.args
-    if not (isinstance(a, Data) and isinstance(b, Data)) or a.node is not b.node or a.dtype.is_floating_point or a.dtype is torch.bool:
+def _compared(engine, atom: Any) -> tuple[fx.Node, sympy.Expr, sympy.Expr]:
+    """The integer tensor of which an atom compares two elements, and what it compares if each element is its column's number."""
+    if not all(isinstance(x, Data) for x in atom.args):
+        raise Refused(f"it compares other data of the query and the key ({named(atom)})")
+    (a, plus_a), (b, plus_b) = (_without_offset(engine, x) for x in atom.args)
+    if a.node is not b.node or a.dtype not in _LIMITS or (isinstance(atom, Equals) and (plus_a or plus_b)):
         raise Refused(f"it compares other data of the query and the key ({named(atom)})")
     places = [[i for i in x.indices if i != 0] for x in (a, b)]
-    if sorted(places, key=str) != sorted([[QUERY], [KEY]], key=str) or [i != 0 for i in a.indices] != [i != 0 for i in b.indices]:
+    if places not in ([[QUERY], [KEY]], [[KEY], [QUERY]]) or [i != 0 for i in a.indices] != [i != 0 for i in b.indices]:
         raise Refused(f"it reads numbers of sequences elsewhere than at the query and the key ({named(atom)})")
-    return a.node
+    return a.node, places[0][0] + plus_a, places[1][0] + plus_b
+
+
+#: How far from zero positions may be, so that what is added to them, no more than this either, does not overflow.
+_LIMITS = {torch.int64: 1 << 62, torch.int32: 1 << 30}
+
+
+def _without_offset(engine, data: Data) -> tuple[Data, int]:
+    """Data to which a number was added: the data before, and the number."""
+    node = data.node
+    signs = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
+    if node.target not in signs or len(node.args) != 2 or node.kwargs or type(node.args[1]) is not int:
+        return data, 0
+    element, number = engine.element_of(node.args[0]), signs[node.target] * node.args[1]
+    (source, condition), *others = element.value if element is not None and not element.is_condition else [(None, None)]
+    known = isinstance(source, Data) and condition == sympy.true and not others and source.dtype is data.dtype
+    if not known or abs(number) > _LIMITS.get(data.dtype, 0):
+        return data, 0
+    return source.xreplace({index(d): at for d, at in enumerate(data.indices)}), number
 
 
 def require(engine, found: WithinSequences) -> None:
@@ -101,6 +123,9 @@ def require(engine, found: WithinSequences) -> None:
             if real is not None:
                 counts = e.call(aten.logical_or.default, counts, e.call(aten.logical_not.default, _neighbours(e, real, choice)[1]))
             _hold(engine, together, counts)
+            limit = _LIMITS[value.fake.dtype]
+            inside = e.call(aten.logical_and.default, e.call(aten.le.Scalar, x, limit), e.call(aten.ge.Scalar, x, -limit))
+            engine.facts[e.call(aten.all.default, inside)] = None
 
 
 def _neighbours(e, x: fx.Node, choice) -> tuple[fx.Node, fx.Node]:

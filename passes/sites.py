@@ -388,7 +388,7 @@ def within_sequences(engine, op, applied, q: Heads, is_causal: bool) -> masks.Ve
     if not applied or is_causal:
         return masks.Verdict("refused", "it is causal over the whole row, not within its sequences")
     try:
-        found = sequence_masks.classify(applied)
+        found = sequence_masks.classify(engine, applied)
         sequence_masks.require(engine, found)
         return masks.Verdict("asked", window=found.window)
     except Refused:

@@ -1,14 +1,16 @@
 """One packed row [1, T] of sequences, as padding-free programs call a model: marked with cu_seqlens, it equals the unmarked row."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 from batches import packed_tokens, relative
-from test_exactness import build
+from test_exactness import SMALL, build
 from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import dualkv_compile
 from dualkv_compile import InvalidMark, PromptMismatch
@@ -90,16 +92,23 @@ def logits_of(module, batch):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "mistral_window", "gpt2"])
 def test_families(name, attention):
-    """The mask is made in the graph, from position_ids that restart."""
-    reports = compare(
-        build(name, attention),
-        packed_row(GROUPS, order=ORDER),
-        logits_of,
-        build(name, "sdpa"),
-        tolerance=1e-6,
-    )
+    """The mask is made in the graph, from position_ids that restart; a window is measured in positions."""
+    groups = [(9, [7, 8, 3]), (4, [9, 2])]
+    model, reference = build(name, attention), build(name, "sdpa")
+    fired(compare(model, packed_row(groups, order=ORDER), logits_of, reference, tolerance=1e-6), groups, 2)
+
+
+@pytest.mark.parametrize("experts, dtype", [("batched_mm", torch.float64), ("grouped_mm", torch.float32)])
+def test_mixture_of_experts(experts, dtype):
+    config = Qwen3MoeConfig(
+        **SMALL, head_dim=8, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, attn_implementation="sdpa",
+        experts_implementation=experts,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(dtype).train()
+    reports = compare(model, packed_row(GROUPS, order=ORDER), logits_of, tolerance=1e-6 if dtype is torch.float64 else 1e-4)
     fired(reports, GROUPS, 2)
 
 
@@ -268,12 +277,34 @@ def test_masks_within_sequences(way, name, tail):
 
 
 @pytest.mark.parametrize("way", [sdpa, by_hand])
-def test_a_window(way):
+@pytest.mark.parametrize("of", ["columns", "positions"])
+def test_a_window(way, of):
     def seen(batch):
-        i = torch.arange(batch["input_ids"].shape[1])
-        return block_diagonal(batch) & (i[:, None] - i < 3)
+        i = torch.arange(batch["input_ids"].shape[1]) if of == "columns" else batch["position_ids"][0]
+        return block_diagonal(batch) & (i > i[:, None] - 3)
 
-    fired(compare(Packed(way(seen)), with_bounds(packed_row(GROUPS, order=ORDER))), GROUPS)
+    fired(compare(Packed(way(seen)), with_bounds(packed_row(GROUPS, 2, ORDER))), GROUPS)
+
+
+@torch.library.custom_op("dualkv_test::varlen", mutates_args=())
+def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    parts = [slice(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist())]
+    return torch.cat([F.scaled_dot_product_attention(q[:, :, p], k[:, :, p], v[:, :, p], is_causal=True) for p in parts], 2)
+
+
+@varlen.register_fake
+def _(q, k, v, cu_seqlens):
+    return q.new_empty(q.shape)
+
+
+def test_attention_that_takes_the_bounds_runs_dense():
+    model = Packed(lambda q, k, v, batch: varlen(q, k, v, batch["cu_seqlens"]))
+    case = with_bounds(packed_row(GROUPS, order=ORDER))
+    compiled = torch.compile(model, backend="dualkv", options={"inner_backend": "aot_eager"})
+    with torch.no_grad():
+        assert relative(compiled(**{**case[0], **mark(case)}), model(**case[0])) < 1e-12
+    (report,) = (r for r in dualkv_compile.reports() if r.calls)
+    assert report.attention_rewritten == 0 and any("varlen" in b.op and "no rule" in b.reason for b in report.barriers)
 
 
 def shifted(batch):
@@ -312,6 +343,11 @@ def positions_doubled(batch):
     return (n[:, None] == n) & (p[:, None] >= p)
 
 
+def window_of_other_positions(batch):
+    p, other = batch["position_ids"][0], batch["position_ids"][0] * 2
+    return block_diagonal(batch) & (other > p[:, None] - 3)
+
+
 def prompts_see_all(batch):
     n, p = numbers(batch), batch["position_ids"][0]
     return (n[:, None] == n) & (in_order(batch) | (p < 3))
@@ -319,7 +355,7 @@ def prompts_see_all(batch):
 
 NEAR_MISSES = [
     in_order, shifted, every_second, not_causal, sequence_or_causal, earlier_sequences, without_the_first, positions_doubled,
-    prompts_see_all,
+    window_of_other_positions, prompts_see_all,
 ]  # fmt: skip
 
 
