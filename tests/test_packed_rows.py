@@ -318,6 +318,12 @@ def every_second(batch):
     return (n[:, None] == n) & in_order(batch)
 
 
+def cut_in_two(batch):
+    """Another number from the fifth position on."""
+    n = numbers(batch) * 2 + (batch["position_ids"][0] > 4)
+    return (n[:, None] == n) & in_order(batch)
+
+
 def not_causal(batch):
     n = numbers(batch)
     return n[:, None] == n
@@ -354,8 +360,8 @@ def prompts_see_all(batch):
 
 
 NEAR_MISSES = [
-    in_order, shifted, every_second, not_causal, sequence_or_causal, earlier_sequences, without_the_first, positions_doubled,
-    window_of_other_positions, prompts_see_all,
+    in_order, shifted, every_second, cut_in_two, not_causal, sequence_or_causal, earlier_sequences, without_the_first,
+    positions_doubled, window_of_other_positions, prompts_see_all,
 ]  # fmt: skip
 
 
