@@ -324,6 +324,11 @@ def cut_in_two(batch):
     return (n[:, None] == n) & in_order(batch)
 
 
+def all_see_the_first_column(batch):
+    n = numbers(batch)
+    return ((n[:, None] == n) | (torch.arange(len(n)) == 0)) & in_order(batch)
+
+
 def not_causal(batch):
     n = numbers(batch)
     return n[:, None] == n
@@ -360,8 +365,8 @@ def prompts_see_all(batch):
 
 
 NEAR_MISSES = [
-    in_order, shifted, every_second, cut_in_two, not_causal, sequence_or_causal, earlier_sequences, without_the_first,
-    positions_doubled, window_of_other_positions, prompts_see_all,
+    in_order, shifted, every_second, cut_in_two, all_see_the_first_column, not_causal, sequence_or_causal,
+    earlier_sequences, without_the_first, positions_doubled, window_of_other_positions, prompts_see_all,
 ]  # fmt: skip
 
 
