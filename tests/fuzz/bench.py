@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dualkv_compile.backend  # registers the operators that rewritten graphs hold
 from dualkv_compile.kernels.tables import NUM_TABLES
-from dualkv_compile.passes.errors import CannotDeduplicate
+from dualkv_compile.passes.errors import Barrier, CannotDeduplicate
 from dualkv_compile.passes.graph import Request, Window
 from dualkv_compile.passes.layout import Kind
 from dualkv_compile.passes.propagate import PackingChoice, Propagation, TokenInput
@@ -157,6 +157,8 @@ class Bench:
         return bool((self.plan.starts <= offset).all() and (self.plan.stops >= offset + size).all())
 
     def _fake_request(self, request: Request, recorded, keep: bool) -> torch.Tensor:
+        if any(w.offset < 0 or w.offset + w.size > self.columns for w in request.windows):
+            raise Barrier("reads columns before or after the batch's")  # as the backend does
         return self.fake_mode.from_tensor(self._lookup(request, recorded, keep), static_shapes=True)
 
     def _lookup(self, request: Request, recorded, keep: bool) -> torch.Tensor:
@@ -192,6 +194,8 @@ class Bench:
         offset, size = int(layout.column.offset), layout.column.size
         valid = torch.ones(self.rows, size, dtype=torch.bool)  # columns beyond the batch hold what pads it
         first, last = max(offset, 0), min(offset + size, self.columns)
+        if value.tainted:  # what is computed there may have read padding
+            valid[:, last - offset :] = False
         valid[:, first - offset : last - offset] = self.plan.packing(first, last - first).valid
         if value.shared:
             self._check_shared(tokens, offset, keep, value.reach if value.packed is None else 0, what)
