@@ -99,9 +99,9 @@ class CompiledGraph:
         if not marks:
             return self._plain(args)
         plan = self._common_plan(marks, args)
-        if plan.num_rows == 1 or plan.num_columns == 1:
+        if (plan.num_rows == 1 and not plan.is_row) or plan.num_columns == 1 or not plan.num_real_tokens:
             return self._plain(args)
-        key = (tuple((i, m.role, _token_input(m, args[i])) for i, m in marks.items()), plan.padding)
+        key = (tuple((i, m.role, _token_input(m, args[i])) for i, m in marks.items()), plan.padding, plan.has_gaps, plan.is_row)
         ways = (False,) if plan.padding == "none" else (True,) if self.after is After.CONTINUED else (False, True)
         known = self.variants.setdefault(key, [])
         for keep in ways:
@@ -118,7 +118,7 @@ class CompiledGraph:
                 f"(zeros stand there); got: {'; '.join(reasons)}. Compile both pieces as one, mask the padding, or, where zeros at "
                 "padding positions are right for what follows, pass dualkv_compile.unmark(tensor)"
             )
-        return self._dense(key, args, plan, refusals)
+        return self._dense(key, args, plan, refusals, max((v.sites_found for v in known), default=0))
 
     def _candidates(
         self, keep: bool, known: list[Variant | Refusal], args: Sequence[Any], marks: dict[int, Mark], plan: Plan
@@ -189,10 +189,10 @@ class CompiledGraph:
             return self.plain(*args)
         return self._captured(args, self.plain_report)
 
-    def _dense(self, key: Any, args: Sequence[Any], plan: Plan, refusals: list[Refusal]) -> Any:
+    def _dense(self, key: Any, args: Sequence[Any], plan: Plan, refusals: list[Refusal], sites_found: int) -> Any:
         if key not in self.dense_reports:
             reasons = list(dict.fromkeys(v.reason for v in refusals)) or [_FALSE_FACTS]
-            sites = max([_count_attention(self.gm), *(v.sites_found for v in refusals)])
+            sites = max(_count_attention(self.gm), sites_found)
             self.dense_reports[key] = self._record(Report(self.name, "dense", notes=reasons))
             self.dense_reports[key].attention_sites = sites
             self._complain(sites, 0, reasons)
@@ -275,7 +275,9 @@ class Variant:
         recorded = simplify(trace(owner.captured(self.scalars), self.inputs.fake_mode, self.inputs.fakes))
         self.constants = dict(recorded.named_buffers())
         first, mark = next(((i, m) for i, m in marks.items() if m.row_dim != m.column_dim), (None, None))
-        if mark is not None:
+        if plan.is_row:
+            self._rows, self._columns = 1, next(self.inputs.fakes[i].shape[m.column_dim] for i, m in marks.items())
+        elif mark is not None:
             fake = self.inputs.fakes[first]
             self._rows, self._columns = fake.shape[mark.row_dim], fake.shape[mark.column_dim]
         elif all(isinstance(self.inputs.fakes[i].shape[m.row_dim], int) for i, m in marks.items()):
@@ -287,8 +289,10 @@ class Variant:
             num_rows=self._rows,
             num_columns=self._columns,
             padding=plan.padding,
+            has_gaps=plan.has_gaps,
+            is_row=plan.is_row,
             keep_padding=keep,
-            window_has_padding=lambda w: not _is_unpadded(plan, *self._now(w)),
+            window_has_padding=lambda w: not plan.is_unpadded(*self._now(w)),
             num_tables=NUM_TABLES,
             attention_impl=owner.options.attention,
         )
@@ -296,6 +300,7 @@ class Variant:
             raise CannotDeduplicate("padding cannot be kept: an earlier compiled piece left it out of an input")
         with self.inputs.fake_mode:
             self.rewrite: Rewrite = propagate(recorded, tokens, choice, self._fake_request)
+        self.sites_found = self.rewrite.sites_found
         self.request_nodes = [n for n in self.rewrite.gm.graph.find_nodes(op="placeholder") if "request" in n.meta]
         self.requests = [n.meta["request"] for n in self.request_nodes]
         self.report = Report(
@@ -348,7 +353,9 @@ class Variant:
             specs = table_specs()[request.index]
             length = self._length(Window.of(0, self._columns), real, place) if not specs[1] else self.inputs.new_size(real.shape[0], place)
             shape = [length, *specs[1]]
-        elif request.kind in ("unpack_index", "valid"):
+        elif request.kind in ("sequence", "place"):
+            shape = [self._symbolic(request.window.size)]
+        elif request.kind in ("unpack_index", "valid", "real"):
             size = self._symbolic(request.window.size)
             shape = [self._rows * size] if request.kind == "unpack_index" else [self._rows, size]
         else:
@@ -373,8 +380,8 @@ class Variant:
             return self.constants[request.name]
         if request.kind == "table":
             return plan.attention_tables(keep=self.keep, hidden=request.hidden)[request.index]
-        if request.kind == "valid":
-            return plan.packing(*numbers(request.window)).valid
+        if request.kind in ("valid", "real"):
+            return getattr(plan.packing(*numbers(request.window)), request.kind)
         packing = plan.packing(*numbers(request.window), keep=self.keep)
         if request.kind == "subselect":
             return packing.places_in([plan.packing(*numbers(w), keep=self.keep) for w in request.base])
@@ -416,7 +423,7 @@ class Variant:
             return self.guards.function(w.offset)(*before), self.guards.function(w.size)(*before)
 
         inside = all(_is_inside(plan, *numbers(w)) for w in {w for r in self.requests for w in r.windows})
-        return inside and all(_is_unpadded(plan, *numbers(w)) for w in self.rewrite.unpadded_windows)
+        return inside and all(plan.is_unpadded(*numbers(w)) for w in self.rewrite.unpadded_windows)
 
     def fits_but_for_data(self, args: Sequence[Any], plan: Plan) -> bool:
         if not self._fits(args, plan):
@@ -481,11 +488,6 @@ def explain(model: Callable, options: dict | None = None) -> Callable[..., Repor
     return run
 
 
-def _is_unpadded(plan: Plan, offset: int, size: int) -> bool:
-    """Whether columns [offset, offset + size) hold no padding in any row; known on the host."""
-    return bool((plan.starts <= offset).all() and (plan.stops >= offset + size).all())
-
-
 def _is_inside(plan: Plan, offset: int, size: int) -> bool:
     return offset >= 0 and size >= 0 and offset + size <= plan.num_columns
 
@@ -495,7 +497,7 @@ def _token_input(mark: Mark, tensor: torch.Tensor) -> TokenInput:
         mark.row_dim,
         mark.column_dim,
         mark.shared and rows_share_gradient(tensor, mark),
-        mark.role == "attention_mask",
+        mark.role == "attention_mask" and not mark.plan.is_row,
         mark.role == BLANK_OUTPUT,
         mark.reach,
     )

@@ -117,12 +117,14 @@ def _planes(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _table(mask: torch.Tensor | None, planes: list[torch.Tensor]) -> torch.Tensor:
-    """[4 + B, B] int64: each row's padding, as `padding_facts` has it, and the columns from the left in which it agrees with each row."""
+    """[4 + B, B] int64: each row's first real column, last + 1, first padding between and first odd mask value, as `padding_facts` has
+    them, and the columns from the left in which it agrees with each row."""
     if planes[0].is_cuda and has_triton_package():
         from dualkv_compile.kernels.prefixes import padding_and_prefixes
 
         return padding_and_prefixes(mask, planes)
-    return torch.cat([torch.stack(padding_facts(mask, planes[0].shape, planes[0].device)), _common_prefixes(planes)])
+    starts, stops, gaps, _, _, odd = padding_facts(mask, planes[0].shape, planes[0].device)
+    return torch.cat([torch.stack([starts, stops, gaps, odd]), _common_prefixes(planes)])
 
 
 def _common_prefixes(planes: list[torch.Tensor]) -> torch.Tensor:

@@ -118,7 +118,7 @@ def may_verify(gm: fx.GraphModule, names: Sequence[str], fakes: Sequence[Any]) -
 def verified(marks: dict[int, Mark], candidates: Sequence[int], args: Sequence[Any]) -> dict[int, Mark]:
     """`marks` of a call's arguments, and those of unmarked ones that agree with their plan, or else with the active plan."""
     plan = next(iter(marks.values())).plan if marks else active_plan()
-    if plan is None:
+    if plan is None or plan.is_row:
         return marks
     shape = (plan.num_rows, plan.num_columns)
     unknown = [i for i in candidates if i not in marks and tuple(args[i].shape[:2]) == shape and not args[i].requires_grad]
@@ -145,7 +145,7 @@ def _shows_padding(mask: torch.Tensor, plan: Plan) -> bool:
         return False
     last = mask[:, 0, -1]
     seen = last if last.dtype == torch.bool else last == 0
-    return bool((seen == plan.packing().valid).all())
+    return bool((seen == plan.packing().real).all())
 
 
 def _compared(tensor: torch.Tensor, plan: Plan, role: str) -> Sharing:

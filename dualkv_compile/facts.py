@@ -16,6 +16,7 @@ import torch
 
 from dualkv_compile.errors import InvalidMark, PromptMismatch
 from dualkv_compile.plan import to_device
+from dualkv_compile.sequences import split
 
 OWNED = 1
 # Comparisons gather the other row: in pieces, so that embeddings of a long batch do not double in memory.
@@ -34,7 +35,7 @@ class Entry:
 
     @property
     def values(self):
-        """``[B, S, …]``."""
+        """``[B, S, …]``, or of a packed row ``[1, T, …]``."""
         return self.tensor.movedim(0, -1) if self.row_dim else self.tensor
 
 
@@ -48,6 +49,11 @@ class Rows:
     mask: torch.Tensor | None
     prompts: torch.Tensor | None  # None: what is there does not tell prompts apart (labels, say)
     device: torch.device
+    bounds: np.ndarray | None = None  # of the sequences that are taken for rows, in a packed row
+
+    def by_sequence(self, values):
+        """``[B, S, …]``."""
+        return values if self.bounds is None else split(values, self.bounds)
 
 
 def name_of(role):
@@ -81,10 +87,17 @@ class Facts:
     lengths: np.ndarray
     starts: np.ndarray
     stops: np.ndarray
-    holes: np.ndarray  # first padding column between real ones
+    gap_starts: np.ndarray  # the first run of padding between real columns
+    gap_stops: np.ndarray
+    holes: np.ndarray  # first padding column between real ones after that
     odd: np.ndarray  # first column where the attention mask is neither 0 nor 1
     first_rows: np.ndarray  # first row of the same group
     differs: dict  # id of a tensor -> first column where it differs from its group's first row
+
+    def gaps(self):
+        """[B, 2]; None if no row has one."""
+        gaps = np.stack([self.gap_starts, self.gap_stops], 1)
+        return gaps if (gaps[:, 0] < gaps[:, 1]).any() else None
 
     def groups(self):
         order = np.argsort(self.first_rows, kind="stable")
@@ -98,7 +111,11 @@ def facts_of(rows, prompt_length, group_size, group_ids, validate):
         lengths = prompt_length.to(device, torch.int64, non_blocking=True)
     else:
         lengths = torch.full(shape[:1], operator.index(prompt_length), device=device, dtype=torch.int64)
-    starts, stops, holes, odd = padding_facts(rows.mask, shape, device)
+    starts, stops, gap_starts, gap_stops, holes, odd = padding_facts(rows.mask, shape, device)
+    if rows.bounds is not None:
+        stops = to_device(np.diff(rows.bounds), device)
+    empty = stops == 0
+    lengths, starts = lengths.masked_fill(empty, 0), starts.masked_fill(empty, 0)
 
     row_index = torch.arange(rows.num_rows, device=device)
     if group_size is not None:
@@ -106,34 +123,46 @@ def facts_of(rows, prompt_length, group_size, group_ids, validate):
     elif group_ids is not None:
         first_rows = _first_equal(group_ids.to(device, torch.int64, non_blocking=True))
     else:
-        first_rows = _first_row_with_equal_prompt(rows.prompts, starts, lengths)
+        first_rows = _first_row_with_equal_prompt(
+            rows.by_sequence(rows.prompts), lengths, starts, gap_starts.minimum(lengths), gap_stops.minimum(lengths)
+        )
+    # a row of only padding shares nothing, whatever group it is said to be in
+    first_rows = torch.where(empty, row_index, _first_equal(first_rows * 2 + empty))
 
     compared = {}
     for entry in rows.entries:
-        if entry.tensor.device == device and _is_compared(entry, validate):
-            compared[id(entry.tensor)] = _first_difference(entry.values, first_rows, lengths)
-    table = torch.stack([lengths, starts, stops, holes, odd, first_rows, *compared.values()]).cpu().numpy()
-    return Facts(*table[:6], differs=dict(zip(compared, table[6:], strict=True)))
+        if entry.tensor.device == device and _is_compared(rows, entry, validate):
+            compared[id(entry.tensor)] = _first_difference(rows.by_sequence(entry.values), first_rows, lengths)
+    found = [lengths, starts, stops, gap_starts, gap_stops, holes, odd, first_rows]
+    table = torch.stack([*found, *compared.values()]).cpu().numpy()
+    return Facts(*table[: len(found)], differs=dict(zip(compared, table[len(found) :], strict=True)))
 
 
-def _is_compared(entry, validate):
-    # The mask needs no comparison: its prompt columns are one run of ones up to the end of the prompt.
-    return not is_named(entry.role, "attention_mask") and (validate or not entry.defining)
+def _is_compared(rows, entry, validate):
+    # The mask needs no comparison: where it is one is known of every row.
+    return entry.tensor is not rows.mask and (validate or not entry.defining)
 
 
 def padding_facts(mask, shape, device):
-    """Per row: first real column, last + 1, first hole, first column whose mask value is odd."""
+    """Per row: first real column, last + 1, the first gap between real columns (first column, last + 1), the first padding in another gap,
+    and the first column whose mask value is odd. `S`: there is none."""
     none = torch.full(shape[:1], shape[1], device=device)
     if mask is None:
-        return torch.zeros_like(none), none, none, none
+        return torch.zeros_like(none), none, none, none, none, none
     mask = mask.to(device, non_blocking=True)
     columns, end = torch.arange(shape[1], device=device), shape[1]
     real = mask != 0
     starts = torch.where(real, columns, end).amin(1)
     stops = torch.where(real, columns + 1, 0).amax(1)
-    hole = ~real & (columns >= starts[:, None]) & (columns < stops[:, None])
-    odd = real & (mask != 1)
-    return starts, stops, torch.where(hole, columns, end).amin(1), torch.where(odd, columns, end).amin(1)
+
+    def first(where):
+        return torch.where(where, columns, end).amin(1)
+
+    inside = ~real & (columns >= starts[:, None]) & (columns < stops[:, None])
+    gap_starts = first(inside)
+    gap_stops = first(real & (columns > gap_starts[:, None]))
+    holes = first(inside & (columns > gap_stops[:, None]))
+    return starts, stops, gap_starts, gap_stops, holes, first(real & (mask != 1))
 
 
 def _first_equal(keys):
@@ -146,8 +175,11 @@ def _first_equal(keys):
     return order[run_start][order.argsort()]
 
 
-def _first_row_with_equal_prompt(values, starts, lengths):
-    """For each row the first row with the same prompt, found by hash and then compared: a collision only parts rows."""
+def _first_row_with_equal_prompt(values, lengths, *bounds):
+    """For each row the first row with the same prompt, found by hash and then compared: a collision only parts rows.
+
+    bounds: [B] each, what says where the padding among the prompt columns is.
+    """
     num_rows, num_columns = values.shape[:2]
     columns = torch.arange(num_columns, device=values.device)
     weights = _scrambled(torch.arange(values[0].numel(), device=values.device)).view(values.shape[1:])
@@ -155,10 +187,13 @@ def _first_row_with_equal_prompt(values, starts, lengths):
     for part, limit in zip(_row_chunks(bits_of(values)), _row_chunks(lengths, like=values), strict=True):
         terms = (part.to(torch.int64) * weights).flatten(2).sum(2) if part.ndim > 2 else part.to(torch.int64) * weights
         keys.append(torch.where(columns < limit[:, None], terms, 0).sum(1))
-    keys = _scrambled(_scrambled(torch.cat(keys) + starts) + lengths)
+    keys = torch.cat(keys)
+    for bound in (lengths, *bounds):
+        keys = _scrambled(keys + bound)
     first_rows = _first_equal(keys)
-    same = (starts == starts[first_rows]) & (lengths == lengths[first_rows])
-    same &= _first_difference(values, first_rows, lengths) == num_columns
+    same = _first_difference(values, first_rows, lengths) == num_columns
+    for bound in (lengths, *bounds):
+        same &= bound == bound[first_rows]
     return torch.where(same, first_rows, torch.arange(num_rows, device=values.device))
 
 
@@ -216,14 +251,9 @@ def check_facts(rows, facts):
             "Masks that number packed sequences are not supported: pass one sequence a row.",
         ),
         (
-            facts.stops == 0,
-            "expected at least one real column in every row, got only padding in row {row} (columns 0 to {last}). "
-            "Leave that row out of the batch.",
-        ),
-        (
             facts.holes < end,
-            "expected padding at the ends of a row only, got padding inside row {row} at column {hole} "
-            "(its real columns span [{start}, {stop})). Move it to the right end.",
+            "expected padding at the ends of a row and in one gap (between prompt and response), got more of it inside row {row} at "
+            "column {hole} (its real columns span [{start}, {stop}), its gap is [{gap_start}, {gap_stop})). Move it to the right end.",
         ),
         (
             facts.starts > facts.lengths,
@@ -240,12 +270,18 @@ def check_facts(rows, facts):
             row = int(np.argmax(wrong))
             raise InvalidMark(
                 message.format(
-                    S=end, last=end - 1, row=row, length=facts.lengths[row], start=facts.starts[row],
-                    stop=facts.stops[row], hole=facts.holes[row], odd=facts.odd[row],
+                    S=end, row=row, length=facts.lengths[row], start=facts.starts[row],
+                    stop=facts.stops[row], gap_start=facts.gap_starts[row], gap_stop=facts.gap_stops[row],
+                    hole=facts.holes[row], odd=facts.odd[row],
                 )
             )  # fmt: skip
 
-    for name, values in (("prompt_length", facts.lengths), ("first real column", facts.starts)):
+    for name, values in (
+        ("prompt_length", facts.lengths),
+        ("first real column", facts.starts),
+        ("first column of a gap in the prompt", np.minimum(facts.gap_starts, facts.lengths)),
+        ("first column after a gap in the prompt", np.minimum(facts.gap_stops, facts.lengths)),
+    ):
         wrong = values != values[facts.first_rows]
         if wrong.any():
             row = int(np.argmax(wrong))
@@ -301,7 +337,7 @@ def sharing_of(rows, facts, plan, validate):
     for entry in rows.entries:
         if id(entry.tensor) in facts.differs:
             sharing.append(_sharing(entry, facts.differs[id(entry.tensor)], facts.first_rows, facts.lengths))
-        elif _is_compared(entry, validate):  # it lives on another device
+        elif _is_compared(rows, entry, validate):  # it lives on another device
             sharing.append(compare_with_plan(entry, plan.on(entry.tensor.device)))
         else:
             sharing.append(Sharing(None, OWNED))
@@ -314,7 +350,7 @@ def sharing_of(rows, facts, plan, validate):
 def compare_with_plan(entry, plan):
     """The Sharing of an entry; PromptMismatch if it has to be equal and is not. One synchronisation."""
     facts = to_device(np.stack([plan.first_rows, plan.prompt_ends]), plan.device)
-    differs = _first_difference(entry.values, *facts).cpu().numpy()
+    differs = _first_difference(plan.by_sequence(entry.values), *facts).cpu().numpy()
     difference = _in_words(entry, differs, plan.first_rows, plan.prompt_ends)
     if entry.defining and difference is not None:
         raise PromptMismatch(
@@ -327,7 +363,7 @@ def compare_with_plan(entry, plan):
 def check_same_padding(mask, plan):
     check_mask_type(mask, (plan.num_rows, plan.num_columns))
     columns = torch.arange(plan.num_columns, device=mask.device)
-    wrong = mask != plan.packing().valid.to(mask.dtype)
+    wrong = mask != plan.packing().real.to(mask.dtype)
     first = torch.where(wrong, columns, plan.num_columns).amin(1).cpu().numpy()
     if (first < plan.num_columns).any():
         row = int(np.argmax(first < plan.num_columns))

@@ -35,6 +35,7 @@ from dualkv_compile.facts import (
     sharing_of,
 )
 from dualkv_compile.plan import Plan
+from dualkv_compile.sequences import RowPlan
 
 _ATTRIBUTE = "_dualkv_mark"
 
@@ -77,19 +78,20 @@ class Mark:
     def renewed(self, tensor):
         """A fresh mark for ``tensor``, a copy of the marked one or written to since; raises where it no longer fits."""
         plan, name = self.plan, name_of(self.role)
-        whole = self.column_dim == self.row_dim + 1 and tensor.ndim > self.column_dim
-        if not whole or _row_shape(tensor, self.row_dim) != (plan.num_rows, plan.num_columns):
+        first = self.column_dim - 1
+        whole = (plan.is_row or first == self.row_dim) and first >= 0 and tensor.ndim > self.column_dim
+        if not whole or _row_shape(tensor, first) != (plan.num_rows, plan.num_columns):
             raise InvalidMark(
                 f"expected {name} of {plan.num_rows} rows x {plan.num_columns} columns, as it was marked, got shape "
                 f"{list(tensor.shape)}. Call mark_shared_prompt on the new batch, or unmark it."
             )
         plan = plan.on(tensor.device)
-        if self.role == "attention_mask":
+        if self.role == "attention_mask" and not plan.is_row:
             check_same_padding(tensor, plan)
             sharing = Sharing(None, OWNED)
         else:
-            sharing = compare_with_plan(Entry(self.role, tensor, self.row_dim, self.defining), plan)
-        return Mark(plan, self.role, sharing, self.row_dim, self.defining, tensor)
+            sharing = compare_with_plan(Entry(self.role, tensor, first, self.defining), plan)
+        return Mark(plan, self.role, sharing, self.row_dim, self.defining, tensor, self.column_dim)
 
     # A copy starts without an identity: it is validated when it is first looked at.
     def __getstate__(self):
@@ -122,7 +124,7 @@ def _identity(tensor):
     return tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-torch.serialization.add_safe_globals([Mark, Plan])
+torch.serialization.add_safe_globals([Mark, Plan, RowPlan])
 
 
 # ---------------------------------------------------------------------------------------------------- public calls
@@ -141,7 +143,10 @@ def mark_shared_prompt(batch, prompt_length, *, group_size=None, group_ids=None,
         group_size: every ``group_size`` consecutive rows share a prompt.
         group_ids: integer tensor ``[B]``: rows with equal ids share a prompt, in any order. Neither this nor
             ``group_size``: rows whose prompts are equal do.
-        cu_seqlens: sequence boundaries of a packed row; not supported yet.
+        cu_seqlens: integer tensor ``[n + 1]``, from 0, ascending: the batch is one packed row ``[1, T]``, sequence ``s`` of it columns
+            ``[cu_seqlens[s], cu_seqlens[s + 1])``; what follows the last one is padding. What is said of rows is then said of
+            sequences: ``prompt_length`` (int or ``[n]``) counts from a sequence's start, groups are of sequences, and an
+            attention_mask is data like other entries.
         validate: compare the prompts of each group. ``False`` skips that comparison, for who has already made it.
 
     Raises:
@@ -152,23 +157,21 @@ def mark_shared_prompt(batch, prompt_length, *, group_size=None, group_ids=None,
     as such, and what reads it runs dense. One device-to-host synchronisation. Operations (``.to``, ``.clone``) make
     unmarked tensors: mark what the model is called with.
     """
-    if cu_seqlens is not None:
-        raise InvalidMark(
-            "expected rows [B, S], got cu_seqlens (a packed row [1, T]), which is not supported yet. "
-            "Pass one sequence a row, with an attention_mask."
-        )
-    rows = _read_batch(batch)
+    rows = _read_batch(batch, cu_seqlens)
     _check_arguments(rows, prompt_length, group_size, group_ids)
     with torch.inference_mode(False), torch.no_grad():
         facts = facts_of(rows, prompt_length, group_size, group_ids, validate)
         check_facts(rows, facts)
-        plan = Plan(
-            facts.groups(), rows.num_columns, facts.lengths, facts.starts, facts.stops, owned=OWNED, device=rows.device
-        )
+        options = {"owned": OWNED, "device": rows.device}
+        if rows.bounds is None:
+            plan = Plan(facts.groups(), rows.num_columns, facts.lengths, facts.starts, facts.stops, facts.gaps(), **options)
+        else:
+            plan = RowPlan(facts.groups(), rows.bounds, rows.entries[0].tensor.shape[1], facts.lengths, **options)
         sharing = sharing_of(rows, facts, plan, validate)
     unmark(batch)
     for entry, shared in zip(rows.entries, sharing, strict=True):
-        mark = Mark(plan.on(entry.tensor.device), entry.role, shared, entry.row_dim, entry.defining, entry.tensor)
+        row_dim = entry.row_dim + plan.is_row  # of a packed row, rows and columns are one dimension
+        mark = Mark(plan.on(entry.tensor.device), entry.role, shared, row_dim, entry.defining, entry.tensor, entry.row_dim + 1)
         attach(entry.tensor, mark)
     _active[:] = [weakref.ref(plan)]
     return batch
@@ -248,7 +251,7 @@ def _row_shape(tensor, row_dim):
     return tuple(tensor.shape[row_dim : row_dim + 2])
 
 
-def _read_batch(batch):
+def _read_batch(batch, cu_seqlens=None):
     if isinstance(batch, torch.Tensor):
         named = [(None, batch)]
     elif isinstance(batch, Mapping):
@@ -266,6 +269,9 @@ def _read_batch(batch):
             "Skip empty batches."
         )
     mask = next((t for key, t in named if is_named(key, "attention_mask") and t.ndim == 2), None)
+    bounds = None if cu_seqlens is None else _bounds(cu_seqlens, shape, main_role)
+    if bounds is not None:
+        mask = None
     if mask is not None:
         check_mask_type(mask, shape)
 
@@ -276,13 +282,37 @@ def _read_batch(batch):
         row_dim = _row_dim_of(key, tensor, shape)
         if row_dim is None or any(entry.tensor is tensor for entry in entries):
             continue
+        if bounds is not None and _row_shape(tensor, row_dim) != shape:
+            continue
         if tensor.is_meta or tensor.layout is not torch.strided:
             got = "a meta tensor" if tensor.is_meta else f"layout {tensor.layout}"
             raise InvalidMark(
                 f"expected {name_of(key)} to be a dense tensor that holds values, got {got}. Mark the batch that the model is called with."
             )
         entries.append(Entry(key, tensor, row_dim, defining=tensor is main and holds_prompts))
-    return Rows(*shape, entries, mask, main if holds_prompts else None, main.device)
+    prompts = main if holds_prompts else None
+    if bounds is not None:
+        return Rows(len(bounds) - 1, max(1, int(np.diff(bounds).max())), entries, None, prompts, main.device, bounds)
+    return Rows(*shape, entries, mask, prompts, main.device)
+
+
+def _bounds(cu_seqlens, shape, main_role):
+    """``[n + 1]`` NumPy. One device-to-host synchronisation, if they are not on the host."""
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dtype not in INTEGERS or cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        got = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}" if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
+        raise InvalidMark(f"expected cu_seqlens to be an integer tensor [n + 1], one boundary more than sequences, got {got}.")
+    if shape[0] != 1:
+        raise InvalidMark(
+            f"expected one packed row [1, T] with cu_seqlens, got {name_of(main_role)} of {shape[0]} rows. "
+            "Pass rows without cu_seqlens, or one row."
+        )
+    bounds = cu_seqlens.detach().cpu().numpy().astype(np.int64)
+    if bounds[0] != 0 or (np.diff(bounds) < 0).any() or not 0 < bounds[-1] <= shape[1]:
+        raise InvalidMark(
+            f"expected cu_seqlens that ascend from 0 to at most the {shape[1]} columns of the row, got {bounds[:8].tolist()}"
+            f"{' …' if len(bounds) > 8 else ''}, the last {bounds[-1]}. Pass cumulative lengths, 0 first."
+        )
+    return bounds
 
 
 def _main_entry(named):

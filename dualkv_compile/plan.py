@@ -10,6 +10,8 @@ Packed order is a depth-first walk of the forest prompt -> rows:
 Each row keeps its last ``owned`` prompt tokens for itself: what a loss reads (the logits that predict the first
 response token) is then row-owned throughout. There are two ways to pack, because padding may be left out only where
 every reader provably ignores it: by default padding is in no segment, and with ``keep=True`` every column is a token.
+Padding in a *gap* between a row's real columns (prompts padded right, responses after them) is a token in either way, so
+that columns are consecutive inside a segment; it is shared like the columns around it, and a key that nobody sees.
 
 The host knows segments only (NumPy, a few numbers a row). What is as long as the batch is made on the plan's device,
 when it is first asked for.
@@ -63,7 +65,8 @@ class Packing:
         window_columns: ``[T]``, its column in the window.
         select: ``[T]``, where the token stands in the packing of the whole batch.
         unpack_index: ``[B * size]``, the token that each dense position reads; ``T`` at padding, meaning zero.
-        valid: ``[B, size]``, False at padding.
+        valid: ``[B, size]``, False where no token is: at padding that is in no gap.
+        real: ``[B, size]``, False at padding.
     """
 
     def __init__(self, plan, offset, size, keep):
@@ -84,13 +87,13 @@ class Packing:
 
         row_start, row_own, row_stop = plan._row_bounds(keep)
         from_prompt, from_own = -to_column[plan._prompt_segment], -to_column[plan._own_segment]
-        self._host_rows = np.stack([row_start, row_own, row_stop, from_prompt, from_own])
+        self._host_rows = np.stack([row_start, row_own, row_stop, from_prompt, from_own, *plan.gaps.T])
 
     @_lazy
     def _tables(self):
         flat = to_device(np.concatenate([self._host_segments.ravel(), self._host_rows.ravel()]), self.device)
         split = self._host_segments.size
-        return flat[:split].view(5, -1), flat[split:].view(5, -1)
+        return flat[:split].view(5, -1), flat[split:].view(-1, self.num_rows)
 
     def _spread(self, which):
         segments, _ = self._tables
@@ -127,13 +130,19 @@ class Packing:
 
     @_lazy
     def valid(self):
-        start, _, stop, _, _ = self._tables[1].unsqueeze(2)
+        start, _, stop, *_ = self._tables[1].unsqueeze(2)
         columns = torch.arange(self.offset, self.offset + self.size, device=self.device)
         return (columns >= start) & (columns < stop)
 
     @_lazy
+    def real(self):
+        gap_start, gap_stop = self._tables[1][-2:].unsqueeze(2)
+        columns = torch.arange(self.offset, self.offset + self.size, device=self.device)
+        return self.valid & ~((columns >= gap_start) & (columns < gap_stop))
+
+    @_lazy
     def unpack_index(self):
-        _, own, _, from_prompt, from_own = self._tables[1].unsqueeze(2)
+        _, own, _, from_prompt, from_own, *_ = self._tables[1].unsqueeze(2)
         columns = torch.arange(self.offset, self.offset + self.size, device=self.device)
         index = torch.where(columns < own, from_prompt, from_own).add_(columns)
         return index.masked_fill_(~self.valid, self.num_tokens).view(-1)
@@ -151,7 +160,10 @@ class Plan:
         num_columns: ``S``.
         prompt_ends: ``[B]`` integers: row ``b``'s prompt is columns ``[0, prompt_ends[b])``, left padding included.
         starts, stops: ``[B]`` integers: row ``b``'s real columns ``[starts[b], stops[b])``; by default all of them.
-            Inside a group starts and prompt ends are equal, and ``starts <= prompt_ends <= stops``.
+            Inside a group starts and prompt ends are equal, and ``starts <= prompt_ends <= stops``. A row of only padding is
+            a group of its own whose numbers are 0.
+        gaps: ``[B, 2]`` integers: columns between a row's real ones that are padding; equal, as far as they are in the
+            prompt, inside a group. None: there are none.
         owned: how many of its last prompt tokens each row keeps for itself.
         device: where the index tensors live.
 
@@ -162,24 +174,30 @@ class Plan:
         groups: list of lists of rows, ascending, in the order of the groups' first rows.
         first_rows: ``[B]`` NumPy: the first row of each row's group.
         starts, stops, prompt_ends: ``[B]`` NumPy.
-        padding: "none", "right" or "left" (which may have right padding as well).
+        padding: "none", "right" or "left" (which may have right padding as well, or rows of only padding); of gaps it says nothing.
+        gaps, has_gaps: ``[B, 2]`` NumPy, and whether there are any.
         num_dense_tokens, num_real_tokens, num_packed_tokens: ``B*S``; without padding; without padding and repetition.
         score_elements_dense, score_elements_packed: (query, key) pairs of causal attention, before and after.
         cache: facts that others evaluated on this batch.
     """
 
-    def __init__(self, groups, num_columns, prompt_ends, starts=None, stops=None, *, owned=1, device="cpu"):
+    #: Whether the batch is one row of many sequences (``dualkv_compile.sequences``).
+    is_row = False
+
+    def __init__(self, groups, num_columns, prompt_ends, starts=None, stops=None, gaps=None, *, owned=1, device="cpu"):
         self.groups = sorted(sorted(int(row) for row in rows) for rows in groups)
         self.num_rows = sum(len(rows) for rows in self.groups)
         self.num_columns = int(num_columns)
         self.prompt_ends = np.array(prompt_ends, np.int64)
         self.starts = np.zeros(self.num_rows, np.int64) if starts is None else np.array(starts, np.int64)
         self.stops = np.full(self.num_rows, self.num_columns, np.int64) if stops is None else np.array(stops, np.int64)
+        self.gaps = np.zeros((self.num_rows, 2), np.int64) if gaps is None else np.array(gaps, np.int64)
+        self.has_gaps = gaps is not None
         self.owned = int(owned)
         self.device = _with_index(torch.device(device))
         self._forget()
 
-        if self.starts.any():
+        if self.starts.any() or (self.stops == 0).any():
             self.padding = "left"
         else:
             self.padding = "right" if (self.stops < self.num_columns).any() else "none"
@@ -197,7 +215,7 @@ class Plan:
         self._own_segment[order] = np.arange(self.num_rows) + group_of_order + 1
 
         self.num_dense_tokens = self.num_rows * self.num_columns
-        self.num_real_tokens = int((self.stops - self.starts).sum())
+        self.num_real_tokens = int((self.stops - self.starts).sum() - (self.gaps[:, 1] - self.gaps[:, 0]).sum())
         table = self.segments().astype(np.int64)
         lengths, prefixes = table[:, 1] - table[:, 0], table[:, 3] - table[:, 2]
         self.num_packed_tokens = int(lengths.sum())
@@ -244,13 +262,24 @@ class Plan:
             raise ValueError(f"columns [{offset}, {offset + size}) are not in a batch of {self.num_columns} columns")
         key = (offset, size, bool(keep))
         if key not in self._packings:
-            self._packings[key] = Packing(self, *key)
+            self._packings[key] = self._make_packing(*key)
         return self._packings[key]
+
+    def _make_packing(self, offset, size, keep):
+        return Packing(self, offset, size, keep)
+
+    def is_unpadded(self, offset, size):
+        """Whether the columns ``[offset, offset + size)`` are tokens in every row; known on the host."""
+        return bool((self.starts <= offset).all() and (self.stops >= offset + size).all())
+
+    def by_sequence(self, values):
+        """``[B, S, …]`` as rows of one sequence each."""
+        return values
 
     def attention_tables(self, keep=False, hidden=False):
         """The tables that ``dualkv::shared_prompt_attention`` reads, for the packing of the whole batch; cached.
 
-        With ``hidden`` (and ``keep``) tokens at padding positions are keys that nobody sees, as under a padding mask.
+        With ``hidden`` tokens at padding positions (kept ones, and gaps) are keys that nobody sees, as under a padding mask.
         """
         key = (bool(keep), bool(hidden))
         if key not in self._attention_tables:
@@ -262,7 +291,7 @@ class Plan:
         from dualkv_compile.kernels.tables import build_tables
 
         packing = self.packing(keep=keep)
-        padding = ~self.packing().valid.view(-1)[packing.pack_index] if hidden else None
+        padding = ~self.packing().real.view(-1)[packing.pack_index] if hidden else None
         segments = torch.from_numpy(self.segments(keep))
         return build_tables(segments, packing.columns, padding, packing.num_tokens, self.device)
 
@@ -285,14 +314,15 @@ class Plan:
     def __eq__(self, other):
         if self is other:
             return True
-        return isinstance(other, Plan) and self._facts() == other._facts()
+        return type(other) is type(self) and self._facts() == other._facts()
 
     def __hash__(self):
         return hash((self.num_columns, self.num_packed_tokens, self.prompt_ends.tobytes(), self.stops.tobytes()))
 
     def _facts(self):
         arrays = (self.prompt_ends, self.starts, self.stops)
-        return self.groups, self.num_columns, *(a.tolist() for a in arrays), self.owned, str(self.device)
+        gaps = self.gaps.tolist() if self.has_gaps else None
+        return self.groups, self.num_columns, *(a.tolist() for a in arrays), gaps, self.owned, str(self.device)
 
     # Lists and numbers only, so that torch.load(weights_only=True) reads a marked tensor. Caches are made again.
     def __getstate__(self):

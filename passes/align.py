@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dualkv_compile.passes.errors import Barrier
 from dualkv_compile.passes.graph import expr
-from dualkv_compile.passes.layout import Atom, Dim, Kind, Size, is_constant, over_tokens, product, regroup, same
+from dualkv_compile.passes.layout import Atom, Dim, Kind, Size, is_constant, is_sequences, over_tokens, product, regroup, same
 from dualkv_compile.passes.values import Value
 
 
@@ -92,6 +92,8 @@ def _same_tokens(value: Value, dim: Dim, lead: Dim, is_led: bool) -> str | None:
     if not _alike(dim, lead):
         raise Barrier(f"aligns different token dimensions ({value.node})")
     for a, b in zip(dim, lead, strict=True):
+        if a.kind is Kind.COLUMN and is_sequences(lead) and not _reads_own_or_later(a, b, is_led):
+            return f"reads a column before its own, which may belong to another sequence ({value.node})"
         if a.kind is Kind.COLUMN and value.tainted and not same(a.offset, b.offset):
             raise Barrier("reads another column than its own, which may be padding that was left out")
         if a.kind is Kind.COLUMN and is_led:
@@ -101,6 +103,13 @@ def _same_tokens(value: Value, dim: Dim, lead: Dim, is_led: bool) -> str | None:
             if ahead is None or ahead > value.reach:
                 return f"reads a column that each row has its own value of ({value.node})"
     return None
+
+
+def _reads_own_or_later(own: Atom, lead: Atom, is_led: bool) -> bool:
+    """Whether index i of a dimension of columns stands for no earlier column than index i of the result. Where nothing leads, the result
+    stands for the latest one."""
+    ahead = _difference(own.offset, lead.offset)
+    return ahead is not None and (ahead >= 0 if is_led else ahead == 0)
 
 
 _VARYING = {Kind.FEATURE: Kind.FEATURE, Kind.CONSTANT: Kind.FEATURE}

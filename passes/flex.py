@@ -30,6 +30,8 @@ aten = torch.ops.aten
 def attention(engine, op) -> list[Value | None]:
     """The three results of flex_attention: output, logarithm of the softmax's denominator (base 2), largest score."""
     engine.sites_found += 1
+    if engine.choice.is_row:
+        raise Barrier("its block mask is over a packed row")
     query, key, value, _, block_mask, _, options = op.args[:7]
     scores = op.description["scores"]
     if isinstance(scores, Undescribed):
@@ -130,10 +132,8 @@ class _Blocks:
         first = self.engine.emitter.reshape(call(aten.mul.Tensor, first, self.query_block), [1, 1, self.query_blocks, 1])
         last = call(aten.clamp_max.default, call(aten.add.Tensor, first, self.query_block - 1), self.columns - 1)
         key = call(aten.arange.default, self.columns, device=self.device)
-        valid = None
-        if choice.padding != "none":
-            valid = self.engine.emitter.request(Request("valid", Window.of(0, self.columns)))
         if choice.drops_padding:
+            valid = self.engine.emitter.request(Request("valid", Window.of(0, self.columns)))
             start = call(aten.argmax.default, call(aten._to_copy.default, valid, dtype=torch.int64), 1)
             stop = call(aten.add.Tensor, start, call(aten.sum.dim_IntList, valid, [1]))
             start, stop = (self.engine.emitter.reshape(x, [choice.num_rows, 1, 1, 1]) for x in (start, stop))
@@ -148,8 +148,9 @@ class _Blocks:
             sees_all = call(aten.logical_and.default, sees_all, call(aten.le.Tensor, last, end))
         some = call(aten.le.Tensor, nearest, farthest)
         hides_padding = self.mask.key_data is not None or self.mask.kind == "asked"
-        if valid is not None and hides_padding:
-            keys = self.engine.emitter.reshape(valid, [choice.num_rows, 1, 1, self.columns])
+        if hides_padding and (choice.padding != "none" or choice.has_gaps):
+            real = self.engine.emitter.request(Request("real", Window.of(0, self.columns)))
+            keys = self.engine.emitter.reshape(real, [choice.num_rows, 1, 1, self.columns])
             some, sees_all = (call(aten.logical_and.default, x, keys) for x in (some, sees_all))
         no_query = call(aten.gt.Tensor, first, last)
         return some, call(aten.logical_or.default, sees_all, no_query)

@@ -37,9 +37,10 @@ class Window:
 class Request:
     """An extra input of the rewritten graph: a tensor of the batch's plan, looked up at every call.
 
-    kind: "pack_index", "unpack_index", "window_columns", "valid" of a window's packing; "subselect": the positions of `window`'s
-    tokens where those of the windows of `base` stand one after the other; "table": one of the attention op's tables (`index`, with
-    padding keys hidden or not); "constant": the recorded graph's tensor constant `name`.
+    kind: "pack_index", "unpack_index", "window_columns", "valid", "real" of a window's packing; "sequence", "place" of its columns, in a
+    row of sequences; "subselect": the positions of `window`'s tokens where those of the windows of `base` stand one after the other;
+    "table": one of the attention op's tables (`index`, with padding keys hidden or not); "constant": the recorded graph's tensor
+    constant `name`.
     """
 
     kind: str

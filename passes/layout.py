@@ -4,6 +4,9 @@ A dimension is an ordered product of atoms, outermost first, as in einops: `[B, 
 `[B*S, H]` is `(row column)(feature)`, `[B*heads, S, S]` inside eager attention is `(row feature)(column)(key)`. A value whose
 layout has a row atom and a column atom is a *token* value: its element at (b, s) belongs to token s of row b, and is equal at all
 positions that share one packed token. A value with neither is *plain*: one tensor, the same for all tokens.
+
+A batch may be one row `[1, T]` of many sequences. Its token values have a dimension `(row:1 column)` in the place of both: what is
+before a column may belong to another sequence, so that nothing that speaks of columns alone holds of it.
 """
 
 from __future__ import annotations
@@ -104,6 +107,16 @@ def _expr(size: Size):
 def over_tokens(dim: Dim) -> bool:
     """Whether a dimension runs over rows, columns or keys: an operation that mixes its elements mixes tokens."""
     return any(a.kind in (Kind.ROW, Kind.COLUMN, Kind.KEY) for a in dim)
+
+
+def is_columns(dim: Dim) -> bool:
+    """Whether a dimension runs over the columns of each row, or of a row of sequences."""
+    return [a.kind for a in dim] == [Kind.COLUMN] or is_sequences(dim)
+
+
+def is_sequences(dim: Dim) -> bool:
+    """Whether a dimension runs over the columns of the one row that a batch of sequences is."""
+    return [a.kind for a in dim] == [Kind.ROW, Kind.COLUMN] and same(dim[0].size, 1)
 
 
 def is_constant(dim: Dim) -> bool:

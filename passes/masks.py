@@ -160,15 +160,24 @@ def classify(element: Element, *, kind: str, dtype: torch.dtype, fill: float | N
 def conjunction(applied: Sequence[Applied], is_causal: bool = False) -> Verdict:
     """What several masks of one site mean together. is_causal: `q >= kv` holds in addition."""
     try:
-        sizes = _sizes([a.element for a in applied])
-        condition, facts = (_CAUSAL if is_causal else sympy.true), []
-        for mask in applied:
-            allowed, assumed = _allowed(mask, sizes)
-            condition = sympy.And(condition, allowed)
-            facts += assumed
-        return _classified(condition, facts, sizes)
+        condition, facts, sizes = joined(applied)
+        return _classified(sympy.And(_CAUSAL, condition) if is_causal else condition, facts, sizes)
     except Refused as refusal:
         return Verdict("refused", str(refusal))
+
+
+def joined(applied: Sequence[Applied]) -> tuple[Boolean, list[Boolean], tuple[Any, ...]]:
+    """Where the masks of a site let a query attend to a key, what must hold for that to be all they do, and the sizes of the axes.
+    Raises Refused."""
+    if any(a.element is None for a in applied):
+        raise Refused("it is not a known expression")
+    sizes = _sizes([a.element for a in applied])
+    condition, facts = sympy.true, []
+    for mask in applied:
+        allowed, assumed = _allowed(mask, sizes)
+        condition = sympy.And(condition, allowed)
+        facts += assumed
+    return condition, facts, sizes
 
 
 def negate(element: Element) -> Element:

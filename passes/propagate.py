@@ -71,7 +71,8 @@ class BarrierNote:
 
 @dataclasses.dataclass
 class PackingChoice:
-    """How this graph packs the batch, decided before the walk. `padding` is that of the plan: "none", "right" or "left"."""
+    """How this graph packs the batch, decided before the walk. `padding` is that of the plan: "none", "right" or "left"; padding in gaps
+    between real columns, which `has_gaps` speaks of, is never left out."""
 
     num_rows: Size
     num_columns: Size
@@ -79,11 +80,18 @@ class PackingChoice:
     keep_padding: bool
     window_has_padding: Callable[[Window], bool]
     num_tables: int
+    has_gaps: bool = False
+    is_row: bool = False  # one row of many sequences
     attention_impl: str = "auto"
 
     @property
     def drops_padding(self) -> bool:
         return self.padding != "none" and not self.keep_padding
+
+    @property
+    def holds_padding(self) -> bool:
+        """Whether some tokens are padding."""
+        return self.has_gaps or (self.padding != "none" and self.keep_padding)
 
 
 @dataclasses.dataclass
@@ -198,6 +206,7 @@ class Propagation:
             rows, columns = Atom(Kind.ROW, self.choice.num_rows), Atom(Kind.COLUMN, self.choice.num_columns)
             if mark.row_dim == mark.column_dim:
                 dims[mark.row_dim] = (rows, columns)
+                light = light or (len(dims) == 2 and self.choice.is_row)
                 if not fake.shape[mark.row_dim] == rows.size * columns.size:  # asked once, so that it is known from here on
                     raise CannotDeduplicate("an output of an earlier piece has another number of tokens")
             else:
@@ -238,6 +247,8 @@ class Propagation:
             result = self.dense_operation(op, str(barrier))
         if isinstance(result, Value) and result.dense is not None and isinstance(node.meta["val"], torch.Tensor):
             result.element = masks.evaluate(node, self.element_of)
+            if result.element is None and self.choice.is_row and result.pure and not result.fake.is_floating_point():
+                result.element = masks.input_element(node, "data")  # numbers of sequences, say
         for value in result if isinstance(result, (list, tuple)) else [result]:
             if self.choice.drops_padding and isinstance(value, Value) and value.is_token and value.score is None and value.routed is None:
                 value.at_padding = value.at_padding or at_padding.of_result(self, op, value)

@@ -19,7 +19,20 @@ from dualkv_compile.passes.align import align, align_batch
 from dualkv_compile.passes.errors import Barrier
 from dualkv_compile.passes.functions import DESCRIPTION
 from dualkv_compile.passes.graph import Request, Window
-from dualkv_compile.passes.layout import Atom, Dim, Kind, Layout, Size, is_constant, over_tokens, product, regroup, same
+from dualkv_compile.passes.layout import (
+    Atom,
+    Dim,
+    Kind,
+    Layout,
+    Size,
+    is_columns,
+    is_constant,
+    is_sequences,
+    over_tokens,
+    product,
+    regroup,
+    same,
+)
 from dualkv_compile.passes.values import AtPadding, Value
 
 aten = torch.ops.aten
@@ -262,7 +275,7 @@ def slice_(op: Op) -> Result | Value:
     if not over_tokens(own):
         kind = Kind.CONSTANT if is_constant(own) else Kind.FEATURE
         return Result(_with_dim(x.layout, dim, () if same(size, 1) else (Atom(kind, size),)))
-    if len(own) > 1 or own[0].kind is not Kind.COLUMN or not same(step, 1):
+    if not is_columns(own) or not same(step, 1):
         raise Barrier("slices across tokens")
     start = 0 if start is None else start
     start = start + x.fake.shape[dim] if start < 0 else start
@@ -271,8 +284,8 @@ def slice_(op: Op) -> Result | Value:
 
 def columns(op: Op, x: Value, dim: int, start: Size, size: Size) -> Result | Value:
     """x[..., start : start + size, ...] of a column dimension."""
-    atom = x.layout.dims[dim][0]
-    layout = _with_dim(x.layout, dim, (_column(op, size, atom.offset + start),))
+    *rows, atom = x.layout.dims[dim]
+    layout = _with_dim(x.layout, dim, (*rows, _column(op, size, atom.offset + start)))
     if not x.is_packed:
         if same(size, 1):
             raise Barrier("takes a single column")
@@ -289,8 +302,12 @@ def columns(op: Op, x: Value, dim: int, start: Size, size: Size) -> Result | Val
 
 def _column(op: Op, size: Size, offset: Size) -> Atom:
     """The columns [offset, offset + size) of the batch; where they begin before it (a shift to later columns) and are as many as the
-    batch's, index i stands for column i instead: it holds what depends on that column's past alone, the same in all copies."""
-    if isinstance(offset, int) and offset < 0 and same(size, op.engine.choice.num_columns):
+    batch's, index i stands for column i instead: it holds what depends on that column's past alone, the same in all copies. In a row of
+    sequences it is not."""
+    before = isinstance(offset, int) and offset < 0
+    if before and op.engine.choice.is_row:
+        raise Barrier("moves tokens to later columns, into another sequence")
+    if before and same(size, op.engine.choice.num_columns):
         offset = 0
     return Atom(Kind.COLUMN, size, offset)
 
@@ -423,10 +440,11 @@ def constant_pad_nd(op: Op) -> Any:
         if same(before, 0) and same(after, 0):
             continue
         if over_tokens(dims[d]):
-            if len(dims[d]) > 1 or dims[d][0].kind is not Kind.COLUMN:
+            if not is_columns(dims[d]) or (is_sequences(dims[d]) and not isinstance(before, int)):
                 raise Barrier("pads across tokens")
             moves_tokens = True
-            dims[d] = (_column(op, op.shape[d], dims[d][0].offset - before),)
+            *rows, atom = dims[d]
+            dims[d] = (*rows, _column(op, op.shape[d], atom.offset - before))
         else:
             dims[d] = (Atom(Kind.FEATURE, op.shape[d]),)
     result = Result(Layout(tuple(dims)))
@@ -534,11 +552,12 @@ def roll(op: Op) -> Result | Value:
     if dims and not any(over_tokens(x.layout.dims[d]) for d in dims):
         return Result(_without_constants(x.layout, dims))
     layout = x.layout
-    whole = (Atom(Kind.COLUMN, op.engine.choice.num_columns),)
-    forward = len(dims) == 1 and layout.dims[dims[0]] == whole and isinstance(shifts[0], int) and shifts[0] < 0
+    whole = Atom(Kind.COLUMN, op.engine.choice.num_columns)
+    own = layout.dims[dims[0]] if len(dims) == 1 else ()
+    forward = is_columns(own) and own[-1] == whole and isinstance(shifts[0], int) and shifts[0] < 0
     if not forward or x.is_packed:
         raise Barrier("rolls tokens around")
-    layout = _with_dim(layout, dims[0], (Atom(Kind.COLUMN, layout.column.size, -shifts[0]),))
+    layout = _with_dim(layout, dims[0], (*own[:-1], Atom(Kind.COLUMN, layout.column.size, -shifts[0])))
     return op.engine.dense_result(op, Result(layout), shared=x.shared)
 
 

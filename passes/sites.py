@@ -20,10 +20,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from dualkv_compile.passes import masks
+from dualkv_compile.passes import masks, sequence_masks
 from dualkv_compile.passes.errors import Barrier
 from dualkv_compile.passes.graph import Request, Window
-from dualkv_compile.passes.layout import Atom, Dim, Kind, Layout, over_tokens, product, same
+from dualkv_compile.passes.layout import Atom, Kind, Layout, is_columns, over_tokens, product, same
+from dualkv_compile.passes.mask_profile import Refused
 from dualkv_compile.passes.values import Value
 
 aten = torch.ops.aten
@@ -67,14 +68,12 @@ class Score:
 def is_score_product(a: Value, b: Value) -> bool:
     """Whether a batched product pairs every token with every token of its row."""
 
-    def is_column(dim: Dim) -> bool:
-        return len(dim) == 1 and dim[0].kind is Kind.COLUMN
-
     if not (a.is_token and b.is_token and a.score is None and b.score is None):
         return False
     (batch_a, m, k), (batch_b, k2, n) = a.layout.dims, b.layout.dims
-    rows = all(any(x.kind is Kind.ROW for x in batch) for batch in (batch_a, batch_b))
-    return rows and is_column(m) and is_column(n) and not over_tokens(k) and not over_tokens(k2)
+    # the rows are in the batch, or the batch is one row
+    rows = all(any(x.kind is Kind.ROW for x in (*batch, *columns)) for batch, columns in ((batch_a, m), (batch_b, n)))
+    return rows and is_columns(m) and is_columns(n) and not over_tokens(k) and not over_tokens(k2)
 
 
 def score_product(engine, op, a: Value, b: Value) -> Value:
@@ -294,23 +293,26 @@ def with_mask(op, value: Value, mask: Value, kind: str, fill: float | None) -> V
         raise Barrier("masks attention after it was normalised")
     if mask.is_packed or mask.score is not None:
         raise Barrier("masks attention by values that the model computes")
-    element = mask.element
-    if element is None and kind == "additive":
-        raise Barrier("adds to attention scores what is not known to be a mask: ALiBi, a learned or a relative bias, say")
-    if element is None:
+    axes = _score_axes(value.layout)
+    if mask.element is not None:
+        mask = dataclasses.replace(mask, element=masks.align_to_scores(mask.element, len(mask.layout.dims), axes))
+    elif not (op.engine.choice.is_row and mask.pure):
+        if kind == "additive":
+            raise Barrier("adds to attention scores what is not known to be a mask: ALiBi, a learned or a relative bias, say")
         raise Barrier("masks attention by something that is not a known expression")
-    mask = dataclasses.replace(mask, element=masks.align_to_scores(element, len(mask.layout.dims), _score_axes(value.layout)))
     added = Mask(mask, kind, op.node.meta["val"].dtype, fill, rank=len(value.layout.dims))
     return Value(op.node, value.layout, score=dataclasses.replace(score, masks=score.masks + (added,)))
 
 
 def _score_axes(layout: Layout) -> list[str]:
     """What each dimension of a score is: "b", "h", "q", "kv"; a dimension of size 1 is "1"."""
-    names = {Kind.ROW: "b", Kind.COLUMN: "q", Kind.KEY: "kv", Kind.FEATURE: "h"}
+    names = {Kind.ROW: "b", Kind.KEY: "kv", Kind.FEATURE: "h"}
     axes = []
     for dim in layout.dims:
         if not dim:
             axes.append("1")
+        elif is_columns(dim):
+            axes.append("q")
         elif len(dim) == 1 and dim[0].kind in names:
             axes.append(names[dim[0].kind])
         else:
@@ -331,17 +333,15 @@ def weighted_values(engine, op) -> Value:
     batch, query, key = probability.layout.dims
     if score.sinks is not None and same(key[0].size, score.query.layout.column.size + 1):
         raise Barrier("multiplies attention probabilities, the sinks' among them, with values")
-    if not value.is_token or [a.kind for a in query] != [Kind.COLUMN] or [a.kind for a in key] != [Kind.KEY]:
+    if not value.is_token or not is_columns(query) or [a.kind for a in key] != [Kind.KEY]:
         raise Barrier("multiplies attention probabilities with something else than values")
     q = heads(score.query, 1, 2)
-    if any(a.kind is Kind.CONSTANT for a in batch) or not same(product(a.size for a in batch[1:]), q.num_heads):
+    if any(a.kind is Kind.CONSTANT for a in batch) or not same(product(a.size for a in batch if a.kind is not Kind.ROW), q.num_heads):
         raise Barrier("repeats attention probabilities over heads")
     layout = Layout((batch, query, value.layout.dims[2]))
     k = heads(score.key, 2, 1)
     v = heads(value, 1, 2)
-    causal = masks.conjunction(list(score.masks))
-    if causal.kind == "causal_if":
-        causal = asked_of_the_data(engine, op, score.masks, q)
+    causal = verdict(engine, op, score.masks, q)
     return rewrite(engine, op, q, k, v, causal, score.scale, score.softcap, layout, score.sinks)[0]
 
 
@@ -371,14 +371,34 @@ def attention_call(engine, op) -> Value:
     if applied and is_data and not is_causal:
         causal = asked_of_the_data(engine, op, applied, q)
     else:
-        causal = masks.conjunction(applied, is_causal=is_causal)
-    if causal.kind == "causal_if" and not is_causal:
-        causal = asked_of_the_data(engine, op, applied, q)
+        causal = verdict(engine, op, applied, q, is_causal)
     if scale is None:
         scale = float(query.fake.shape[-1]) ** -0.5
     # where a Boolean mask hides every key, scaled_dot_product_attention gives zero, and so does the op
     gives_zero = all(m.kind == "bool" for m in applied)
     return rewrite(engine, op, q, k, v, causal, scale, 0.0, layout, gives_zero=gives_zero)[0]
+
+
+def verdict(engine, op, applied, q: Heads, is_causal: bool = False) -> masks.Verdict:
+    """What the masks of a site are, proved or asked of the data."""
+    if engine.choice.is_row:
+        return within_sequences(engine, op, applied, q, is_causal)
+    causal = masks.conjunction(list(applied), is_causal=is_causal)
+    if causal.kind == "causal_if" and not is_causal:
+        return asked_of_the_data(engine, op, applied, q)
+    return causal
+
+
+def within_sequences(engine, op, applied, q: Heads, is_causal: bool) -> masks.Verdict:
+    """Of a row of sequences: causal within each, and blind to the others."""
+    if not applied or is_causal:
+        return masks.Verdict("refused", "it is causal over the whole row, not within its sequences")
+    try:
+        found = sequence_masks.classify(engine, applied)
+        sequence_masks.require(engine, found)
+        return masks.Verdict("asked", window=found.window)
+    except Refused:
+        return asked_of_the_data(engine, op, applied, q)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,9 +416,9 @@ class Heads:
 
 def heads(value: Value, column_dim: int, feature_dim: int) -> Heads:
     dims = value.layout.dims
-    if [a.kind for a in dims[column_dim]] != [Kind.COLUMN]:
+    if not is_columns(dims[column_dim]):
         raise Barrier("attention over a sequence that is not the batch's columns")
-    batch = [a for i, dim in enumerate(dims) if i not in (column_dim, feature_dim) for a in dim]
+    batch = [*dims[column_dim][:-1], *(a for i, dim in enumerate(dims) if i not in (column_dim, feature_dim) for a in dim)]
     if not batch or batch[0].kind is not Kind.ROW or over_tokens(dims[feature_dim]):
         raise Barrier("attention whose batch does not begin with the rows")
     return Heads(value, tuple(batch[1:]), dims[feature_dim])
@@ -506,18 +526,22 @@ def _from_four_dims(engine, out: fx.Node, layout: Layout, window: Window) -> fx.
 def _padding_hidden(engine, op, mask: masks.Verdict, gives_zero: bool) -> bool:
     """Decides whether padding keys are hidden in the packed attention, and registers what must be true of the data for that."""
     choice = engine.choice
-    hides = choice.keep_padding and choice.padding != "none"
+    if choice.is_row:  # padding is behind all sequences, or a sequence of its own
+        return False
+    hides = choice.holds_padding
     if mask.kind == "causal" and mask.key_data is None:
         if choice.drops_padding and choice.padding == "left":
             raise engine.reads_padding(op, "attends to left padding")
         hides = False
     else:
-        if hides and choice.padding == "left" and not gives_zero:
+        if choice.keep_padding and choice.padding == "left" and not gives_zero:
             raise engine.reads_padding(op, "hides left padding, whose queries see no key")
+        if hides and mask.window is not None and not gives_zero:
+            raise engine.reads_padding(op, "hides padding, whose queries may see no key within the window")
         if mask.kind == "causal":
             _require_padding(engine, mask.key_data, "kv")
     if mask.query_data is not None:
-        if choice.keep_padding and choice.padding != "none":
+        if choice.holds_padding:
             raise engine.reads_padding(op, "masks padding queries")
         _require_padding(engine, mask.query_data, "q")
     return hides
@@ -553,16 +577,19 @@ def asked_of_the_data(engine, op, applied, q: Heads) -> masks.Verdict:
             seen = x
         allowed = seen if allowed is None else e.call(aten.logical_and.default, allowed, seen)
     expected = e.call(aten.ge.Tensor, e.call(aten.unsqueeze.default, at, 1), e.call(aten.unsqueeze.default, at, 0))
-    agrees = e.call(aten.eq.Tensor, allowed, expected)
-    if choice.padding != "none":
-        valid = e.request(Request("valid", Window.of(0, choice.num_columns)))
-        b, s = choice.num_rows, choice.num_columns
-        keys = e.reshape(valid, [b, 1, 1, s])
+    b, s = choice.num_rows, choice.num_columns
+    if choice.is_row:
+        of = e.request(Request("sequence", Window.of(0, s)))
+        in_one = e.call(aten.eq.Tensor, e.call(aten.unsqueeze.default, of, 1), e.call(aten.unsqueeze.default, of, 0))
+        expected = e.call(aten.logical_and.default, expected, in_one)
+    elif choice.padding != "none" or choice.has_gaps:
+        keys = e.reshape(e.request(Request("real", Window.of(0, s))), [b, 1, 1, s])
         expected = e.call(aten.logical_and.default, expected, keys)
-        agrees = e.call(aten.eq.Tensor, allowed, expected)
-        if choice.drops_padding:
-            padding_query = e.call(aten.logical_not.default, e.reshape(valid, [b, 1, s, 1]))
-            agrees = e.call(aten.logical_or.default, agrees, padding_query)
+    agrees = e.call(aten.eq.Tensor, allowed, expected)
+    if choice.drops_padding:
+        queries = e.reshape(e.request(Request("valid", Window.of(0, s))), [b, 1, s, 1])
+        padding_query = e.call(aten.logical_not.default, queries)
+        agrees = e.call(aten.logical_or.default, agrees, padding_query)
     engine.facts[e.call(aten.all.default, agrees)] = None
     return masks.Verdict("asked")
 
@@ -574,9 +601,9 @@ def _require_padding(engine, condition, axis: str) -> None:
     if source is not None and source.name in engine.token_inputs and engine.token_inputs[source.name].is_padding_mask:
         return
     data = masks.emit_condition(e.call, condition, axis, choice.num_rows, choice.num_columns, engine.dense_argument)
-    valid = e.request(Request("valid", Window.of(0, choice.num_columns)))
+    real = e.request(Request("real", Window.of(0, choice.num_columns)))
     agrees = aten.eq.Tensor if axis == "kv" else aten.ge.Tensor
-    engine.facts[e.call(aten.all.default, e.call(agrees, data, valid))] = None
+    engine.facts[e.call(aten.all.default, e.call(agrees, data, real))] = None
 
 
 def dense_call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):

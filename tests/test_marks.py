@@ -249,7 +249,7 @@ def test_prompt_length_is_refused(length, words):
         ({"group_ids": torch.tensor([0.0, 0.0])}, r"group_ids.*integer tensor \[2\].*float32"),
         ({"group_ids": torch.tensor([True, True])}, "group_ids.*bool"),
         ({"group_ids": [0, 0]}, "group_ids.*list.*torch.tensor"),
-        ({"cu_seqlens": torch.tensor([0, 5])}, "not supported yet"),
+        ({"cu_seqlens": torch.tensor([0, 5])}, "one packed row .*of 2 rows"),
     ],
 )
 def test_groups_are_refused(groups, words):
@@ -262,9 +262,40 @@ def masked(*rows):
     return {"input_ids": tensor, "attention_mask": torch.tensor(rows)}
 
 
+def test_rows_of_only_padding_share_nothing():
+    """Whatever group they are said to be in, and whatever stands in them; a group's first row may be one."""
+    batch = masked([0, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0])
+    batch["input_ids"][0] = 7
+    for groups in ({"group_size": 4}, {}):
+        plan = plan_of(mark_shared_prompt(batch, 2, **groups)["input_ids"])
+        assert plan.groups == [[0], [1, 2], [3]] and plan.padding == "left"
+        assert (plan.num_real_tokens, plan.num_packed_tokens) == (7, 1 + 2 + 3)
+    plan = plan_of(mark_shared_prompt(masked([0, 0], [0, 0]), 1)["input_ids"])
+    assert (plan.num_real_tokens, plan.num_packed_tokens) == (0, 0)
+
+
+def test_gaps():
+    """One a row, in the prompt, the response or over both; equal where prompts are shared."""
+    batch = masked([0, 1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 0, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1, 0, 1])
+    plan = plan_of(mark_shared_prompt(batch, 5)["input_ids"])
+    assert plan.groups == [[0, 1], [2]] and plan.has_gaps and plan.padding == "left"
+    assert plan.num_real_tokens == 4 + 4 + 6
+    assert plan.num_packed_tokens == 3 + 3 + 4 + 7  # what is shared, up to the column before the prompt's last, and what rows own
+    assert torch.equal(plan.packing().real, batch["attention_mask"].bool())
+    assert torch.equal(plan.packing().valid, torch.tensor([[0, 1, 1, 1, 1, 1, 1, 0], *[[0, 1, 1, 1, 1, 1, 1, 1]] * 2]).bool())
+    assert copy.deepcopy(plan) == pickle.loads(pickle.dumps(plan)) == plan and pickle.loads(pickle.dumps(plan)).has_gaps
+    batch["attention_mask"][0, 3] = 1
+    with pytest.raises(InvalidMark, match="another padding at row 0, column 3"):
+        plan_of(batch["attention_mask"])
+    assert "one first column of a gap in the prompt in a group, got 3 in row 0 and 2 in row 1" in refused(
+        PromptMismatch, masked([1, 1, 1, 0, 1], [1, 1, 0, 0, 1]), 4, group_size=2
+    )
+
+
 def test_padding_is_refused():
-    assert "padding inside row 1 at column 2" in refused(InvalidMark, masked([1, 1, 1, 1], [1, 1, 0, 1]), 2)
-    assert "only padding in row 1 (columns 0 to 2)" in refused(InvalidMark, masked([1, 1, 1], [0, 0, 0]), 2)
+    assert "inside row 1 at column 3 (its real columns span [0, 5), its gap is [1, 2))" in refused(
+        InvalidMark, masked([1, 1, 1, 1, 1], [1, 0, 1, 0, 1]), 2, group_size=1
+    )
     assert "row 0, column 2" in refused(InvalidMark, masked([1, 1, 2], [1, 1, 1]), 2)
     assert "row 1, column 0" in refused(InvalidMark, masked([1, 1, 1], [-1, 1, 1]), 2)
     assert "2 padding columns in row 0 and prompt_length 1" in refused(InvalidMark, masked([0, 0, 1, 1]), 1)
@@ -326,7 +357,7 @@ def test_without_validation_prompts_are_not_compared_but_other_data_is():
     batch = {"input_ids": ids([P, A], [A, P]), "old_logp": logp}
     mark_shared_prompt(batch, 3, group_size=2, validate=False)
     assert mark_of(batch["input_ids"]).shared and not mark_of(logp).shared
-    refused(InvalidMark, masked([1, 1, 1], [1, 0, 1]), 2, group_size=2, validate=False)
+    refused(PromptMismatch, masked([1, 1, 1], [1, 0, 1]), 2, group_size=2, validate=False)
 
 
 # ------------------------------------------------------------------------------------------- what a mark survives

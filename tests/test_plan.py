@@ -161,13 +161,18 @@ def plans(draw):
     groups = [[b for b, g in enumerate(group_of_row) if g == group] for group in sorted(set(group_of_row))]
     num_columns = draw(st.integers(1, 7))
     starts, ends, stops = np.zeros((3, len(group_of_row)), int)
+    gaps = np.full((len(group_of_row), 2), num_columns) if draw(st.booleans()) else None
     for rows in groups:
+        if len(rows) == 1 and draw(st.integers(0, 5)) == 0:
+            continue  # only padding
         start = draw(st.integers(0, num_columns - 1))
         end = draw(st.integers(start, num_columns))
         starts[rows], ends[rows] = start, end
         for row in rows:
             stops[row] = draw(st.integers(max(end, start + 1), num_columns))
-    return Plan(groups, num_columns, ends, starts, stops, owned=draw(st.integers(0, 2)))
+            if gaps is not None and draw(st.booleans()):
+                gaps[row] = sorted(draw(st.integers(start, stops[row])) for _ in range(2))
+    return Plan(groups, num_columns, ends, starts, stops, gaps, owned=draw(st.integers(0, 2)))
 
 
 @settings(derandomize=True, max_examples=150, deadline=None)
@@ -189,6 +194,9 @@ def test_any_packing(plan, keep, data):
     packed = name.view(-1)[packing.pack_index]
 
     assert packing.valid.tolist() == real
+    gaps = torch.tensor([[first <= c < last for c in range(columns)] for first, last in plan.gaps.tolist()])
+    assert torch.equal(packing.real, packing.valid & ~gaps)
+    assert plan.num_real_tokens == int(plan.packing().real.sum())
     assert len(set(packed.tolist())) == packing.num_tokens == len({int(n) for n in name[packing.valid]})
     restored = torch.cat([packed, torch.tensor([-1])])[packing.unpack_index].view(batch, columns)
     assert torch.equal(restored, torch.where(packing.valid, name, -1))

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from batches import batch_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dualkv_compile.backend  # registers the operators that rewritten graphs hold
 from dualkv_compile.kernels.tables import NUM_TABLES
-from dualkv_compile.passes.errors import CannotDeduplicate
+from dualkv_compile.passes.errors import Barrier, CannotDeduplicate
 from dualkv_compile.passes.graph import Request, Window
 from dualkv_compile.passes.layout import Kind
 from dualkv_compile.passes.propagate import PackingChoice, Propagation, TokenInput
@@ -33,12 +34,22 @@ UNINITIALISED = (aten.empty_like.default, aten.new_empty.default)
 class Bench:
     """`token` and `plain` make inputs, `call` an operation; `check` rewrites and compares."""
 
-    def __init__(self, batch: dict, seed: int = 0):
+    def __init__(self, batch: dict, seed: int = 0, is_row: bool = False):
+        """`is_row`: the real tokens of the batch's rows follow one another in one row; some padding may follow them."""
         case = batch_of(vocab=16, **batch)
         self.ids, self.mask = case["batch"]["input_ids"], case["batch"]["attention_mask"]
         marked = {"input_ids": self.ids.clone(), "attention_mask": self.mask.clone()}
         dualkv_compile.mark_shared_prompt(marked, case["prompt_length"], group_ids=case["group_ids"])
         self.plan = dualkv_compile.plan_of(marked["input_ids"])
+        self.starts = [0] * len(self.ids)  # of what shares a prompt, in its row
+        if is_row:
+            real = self.mask.bool()
+            self.ids = F.pad(self.ids[real], (0, int((~real).sum()) % 3))[None]
+            lengths, pads = real.sum(1), real.int().argmax(1)
+            bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            dualkv_compile.mark_shared_prompt(self.ids, case["prompt_length"] - pads, group_ids=case["group_ids"], cu_seqlens=bounds)
+            self.plan = dualkv_compile.plan_of(self.ids)
+            self.starts = bounds.tolist()[:-1]
         self.rows, self.columns = self.ids.shape
         self.generator = torch.Generator().manual_seed(seed)
         self.graph, self.root = fx.Graph(), torch.nn.Module()
@@ -61,13 +72,18 @@ class Bench:
         x = self.random(self.rows, self.columns, *lead, *features, dtype=dtype)
         reach = int(torch.randint(0, self.plan.owned + 1, (), generator=self.generator))
         if shared:
-            for b in range(self.rows):
+            for b, first in enumerate(self.plan.first_rows):
                 end = max(self.plan.prompt_ends[b] - self.plan.owned + reach, 0)
-                x[b, :end] = x[self.plan.first_rows[b], :end]
+                self._sequence(x, b)[:end] = self._sequence(x, first)[:end]
         x = x.movedim(2, 0) if row_dim else x
         node = self._placeholder(x.contiguous())
-        self.marks[node.name] = TokenInput(row_dim=row_dim, column_dim=row_dim + 1, shared=shared, reach=reach)
+        row = row_dim + self.plan.is_row
+        self.marks[node.name] = TokenInput(row_dim=row, column_dim=row_dim + 1, shared=shared, reach=reach)
         return node
+
+    def _sequence(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        """A row of `x` [B, S, …], or what follows the start of a sequence in the one row there is."""
+        return x[0 if self.plan.is_row else number, self.starts[number] :]
 
     def plain(self, *shape: int, dtype: torch.dtype = torch.float64) -> fx.Node:
         return self._placeholder(self.random(*shape, dtype=dtype))
@@ -115,6 +131,7 @@ class Bench:
             padding=self.plan.padding,
             keep_padding=keep,
             **({"owned": self.plan.owned} if "owned" in PackingChoice.__dataclass_fields__ else {}),
+            is_row=self.plan.is_row,
             window_has_padding=lambda w: not self._unpadded(w),
             num_tables=NUM_TABLES,
             attention_impl="reference",
@@ -140,6 +157,8 @@ class Bench:
         return bool((self.plan.starts <= offset).all() and (self.plan.stops >= offset + size).all())
 
     def _fake_request(self, request: Request, recorded, keep: bool) -> torch.Tensor:
+        if any(w.offset < 0 or w.offset + w.size > self.columns for w in request.windows):
+            raise Barrier("reads columns before or after the batch's")  # as the backend does
         return self.fake_mode.from_tensor(self._lookup(request, recorded, keep), static_shapes=True)
 
     def _lookup(self, request: Request, recorded, keep: bool) -> torch.Tensor:
@@ -148,8 +167,8 @@ class Bench:
 
         if request.kind == "table":
             return self.plan.attention_tables(keep=keep, hidden=request.hidden)[request.index]
-        if request.kind == "valid":
-            return packing(request.window, keep=False).valid
+        if request.kind in ("valid", "real"):
+            return getattr(packing(request.window, keep=False), request.kind)
         if request.kind == "subselect":
             return packing(request.window).places_in([packing(w) for w in request.base])
         return getattr(packing(request.window), request.kind)
@@ -175,6 +194,8 @@ class Bench:
         offset, size = int(layout.column.offset), layout.column.size
         valid = torch.ones(self.rows, size, dtype=torch.bool)  # columns beyond the batch hold what pads it
         first, last = max(offset, 0), min(offset + size, self.columns)
+        if value.tainted:  # what is computed there may have read padding
+            valid[:, last - offset :] = False
         valid[:, first - offset : last - offset] = self.plan.packing(first, last - first).valid
         if value.shared:
             self._check_shared(tokens, offset, keep, value.reach if value.packed is None else 0, what)
@@ -185,7 +206,7 @@ class Bench:
             assert _equal(other, tokens), f"{what}: dense result"
             return
         packing = self.plan.packing(offset, size, keep=keep)
-        wanted = tokens[packing.rows, packing.window_columns]
+        wanted = tokens.flatten(0, 1)[packing.pack_index]
         shape = [{Kind.ROW: 1, Kind.COLUMN: packing.num_tokens}.get(a.kind, a.size) for a in layout.atoms()]
         assert list(result.shape) == _grouped(shape, layout), f"{what}: packed shape {list(result.shape)}"
         packed = result.reshape(shape).movedim((row, column), (0, 1))[0]
@@ -195,12 +216,14 @@ class Bench:
         assert _equal(packed[seen[real]], tokens[real]), f"{what}: copies of a token"
 
     def _check_shared(self, tokens, offset, keep, reach, what):
-        for b in range(self.rows):
+        for b, first_row in enumerate(self.plan.first_rows):
             own = max(int(self.plan.prompt_ends[b]) - self.plan.owned + reach, 0)
-            start = 0 if keep else int(self.plan.starts[b])
-            first, last = max(start - offset, 0), min(max(own - offset, 0), tokens.shape[1])
-            if first < last:
-                assert _equal(tokens[b, first:last], tokens[self.plan.first_rows[b], first:last]), f"{what}: rows of a group differ"
+            start = 0 if keep or self.plan.is_row else int(self.plan.starts[b])
+            row, first = (0, 0) if self.plan.is_row else (b, first_row)
+            for column in range(start, own):
+                at, other = self.starts[b] + column - offset, self.starts[first_row] + column - offset
+                if min(at, other) >= 0 and max(at, other) < tokens.shape[1]:
+                    assert _equal(tokens[row, at], tokens[first, other]), f"{what}: rows of a group differ"
 
 
 class _Everything(Propagation):

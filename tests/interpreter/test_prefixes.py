@@ -26,6 +26,11 @@ def counted(planes):
     return torch.tensor([[first(differs) for differs in row] for row in different])
 
 
+def expected_padding(mask, shape):
+    starts, stops, gaps, _, _, odd = padding_facts(mask, shape, "cpu")
+    return torch.stack([starts, stops, gaps, odd])
+
+
 def padding_and_prefixes(mask, planes):
     from dualkv_compile.kernels.prefixes import padding_and_prefixes
 
@@ -48,7 +53,7 @@ def test_prefixes(rows, columns, seed, count, dtype):
     padding, agree = padding_and_prefixes(None, planes)
     assert torch.equal(agree, counted(planes))
     assert torch.equal(_common_prefixes(planes), agree)
-    assert torch.equal(padding, torch.stack(padding_facts(None, (rows, columns), "cpu")))
+    assert torch.equal(padding, expected_padding(None, (rows, columns)))
 
 
 @given(COLUMNS, st.integers(0, 2**31), st.sampled_from((torch.int64, torch.uint8, torch.bool)))
@@ -63,7 +68,7 @@ def test_padding(columns, seed, dtype):
     mask[5, torch.randint(columns, (1,), generator=g)] = 2
     mask = mask.to(dtype)
     padding, _ = padding_and_prefixes(mask.mT.contiguous().mT, [mask.view(torch.uint8) if dtype == torch.bool else mask])
-    assert torch.equal(padding, torch.stack(padding_facts(mask, mask.shape, "cpu")))
+    assert torch.equal(padding, expected_padding(mask, mask.shape))
 
 
 def test_one_plane_for_all_rows():
