@@ -158,7 +158,8 @@ class CompiledGraph:
     def _attempt(self, keep: bool, known: list[Variant | Refusal], step: Callable[[], Any]) -> Any:
         """A step of making a variant. Where it fails, this way of packing is refused for good, for the reason that it gives."""
         try:
-            return step()
+            with inner.unseen_by_checkpoints():
+                return step()
         except CannotDeduplicate as reason:
             log.info("%s: not packed (%s)", self.name, reason)
             known.append(Refusal(keep, str(reason), reason.sites_found))
@@ -207,9 +208,10 @@ class CompiledGraph:
         for numbers, guards, compiled in self.fallbacks:
             if numbers == scalars and guards.sizes(args) is not None:
                 return compiled(*args)
-        inputs = inner.FreshInputs(self.specs, args)
-        gm = self.captured(scalars)
-        compiled = inner.compile_graph(gm, inputs.fakes, inputs.fake_mode, self.options.inner_backend, self.options.inductor)
+        with inner.unseen_by_checkpoints():
+            inputs = inner.FreshInputs(self.specs, args)
+            gm = self.captured(scalars)
+            compiled = inner.compile_graph(gm, inputs.fakes, inputs.fake_mode, self.options.inner_backend, self.options.inductor)
         into.compilations += 1
         self.fallbacks.append((scalars, inputs.guards(), compiled))
         return compiled(*args)
