@@ -25,7 +25,7 @@ import dualkv_compile.kernels  # noqa: F401  registers dualkv::shared_prompt_att
 import dualkv_compile.unpack  # noqa: F401  registers dualkv::unpack
 from dualkv_compile import detect, dump, eager, inner, report
 from dualkv_compile.errors import InternalErrorWarning, InvalidMark, NotRewritten
-from dualkv_compile.gradients import rows_share_gradient
+from dualkv_compile.gradients import guard, rows_share_gradient
 from dualkv_compile.kernels.tables import FACTS, NUM_TABLES, table_specs
 from dualkv_compile.marks import BLANK_OUTPUT, Mark, active_plan, is_marked, mark_of, mark_output
 from dualkv_compile.options import Options, parse
@@ -108,6 +108,7 @@ class CompiledGraph:
             for variant in self._candidates(keep, known, args, marks, plan):
                 ready = variant.prepare(args, plan)
                 if ready is not None and self._compiled(variant, known):
+                    self._guard_gradients(args, marks)
                     return variant.run(args, *ready)
         refusals = [v for v in known if isinstance(v, Refusal)]
         blank = [self.names[i] for i, m in marks.items() if m.role == BLANK_OUTPUT]
@@ -223,6 +224,11 @@ class CompiledGraph:
         """A copy of the captured graph in which the scalars are constants."""
         numbers = {self.names[i]: number for i, number in zip(self.scalars, scalars, strict=True)}
         return _copy(self.gm, numbers)
+
+    def _guard_gradients(self, args: Sequence[Any], marks: dict[int, Mark]) -> None:
+        for i, mark in marks.items():
+            if args[i].requires_grad and torch.is_grad_enabled() and _token_input(mark, args[i]).shared:
+                guard(args[i], mark, self.names[i])
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------------
 

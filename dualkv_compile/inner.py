@@ -134,8 +134,8 @@ def function_of(symbols: Sequence[sympy.Symbol], e: Any) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def unseen_by_checkpoints() -> Iterator[None]:
-    """What runs here saves tensors as if no saved-tensor hooks were set, as in Dynamo's own compilation: a variant is made in the midst of the
-    program, perhaps under a checkpoint, which counts what is saved and expects its recomputation, where nothing is made, to save as much."""
+    """What runs here saves tensors as if no saved-tensor hooks were set, as in Dynamo's own compilation: a variant is made in the midst of
+    the program, perhaps under a checkpoint. That counts what is saved, and nothing is made when it recomputes."""
     before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
     try:
         yield
