@@ -25,7 +25,7 @@ import dualkv_compile.kernels  # noqa: F401  registers dualkv::shared_prompt_att
 import dualkv_compile.unpack  # noqa: F401  registers dualkv::unpack
 from dualkv_compile import detect, dump, eager, inner, report
 from dualkv_compile.errors import InternalErrorWarning, InvalidMark, NotRewritten
-from dualkv_compile.gradients import rows_share_gradient
+from dualkv_compile.gradients import guard, rows_share_gradient
 from dualkv_compile.kernels.tables import FACTS, NUM_TABLES, table_specs
 from dualkv_compile.marks import BLANK_OUTPUT, Mark, active_plan, is_marked, mark_of, mark_output
 from dualkv_compile.options import Options, parse
@@ -108,6 +108,7 @@ class CompiledGraph:
             for variant in self._candidates(keep, known, args, marks, plan):
                 ready = variant.prepare(args, plan)
                 if ready is not None and self._compiled(variant, known):
+                    self._guard_gradients(args, marks)
                     return variant.run(args, *ready)
         refusals = [v for v in known if isinstance(v, Refusal)]
         blank = [self.names[i] for i, m in marks.items() if m.role == BLANK_OUTPUT]
@@ -158,7 +159,8 @@ class CompiledGraph:
     def _attempt(self, keep: bool, known: list[Variant | Refusal], step: Callable[[], Any]) -> Any:
         """A step of making a variant. Where it fails, this way of packing is refused for good, for the reason that it gives."""
         try:
-            return step()
+            with inner.unseen_by_checkpoints():
+                return step()
         except CannotDeduplicate as reason:
             log.info("%s: not packed (%s)", self.name, reason)
             known.append(Refusal(keep, str(reason), reason.sites_found))
@@ -207,9 +209,10 @@ class CompiledGraph:
         for numbers, guards, compiled in self.fallbacks:
             if numbers == scalars and guards.sizes(args) is not None:
                 return compiled(*args)
-        inputs = inner.FreshInputs(self.specs, args)
-        gm = self.captured(scalars)
-        compiled = inner.compile_graph(gm, inputs.fakes, inputs.fake_mode, self.options.inner_backend, self.options.inductor)
+        with inner.unseen_by_checkpoints():
+            inputs = inner.FreshInputs(self.specs, args)
+            gm = self.captured(scalars)
+            compiled = inner.compile_graph(gm, inputs.fakes, inputs.fake_mode, self.options.inner_backend, self.options.inductor)
         into.compilations += 1
         self.fallbacks.append((scalars, inputs.guards(), compiled))
         return compiled(*args)
@@ -221,6 +224,11 @@ class CompiledGraph:
         """A copy of the captured graph in which the scalars are constants."""
         numbers = {self.names[i]: number for i, number in zip(self.scalars, scalars, strict=True)}
         return _copy(self.gm, numbers)
+
+    def _guard_gradients(self, args: Sequence[Any], marks: dict[int, Mark]) -> None:
+        for i, mark in marks.items():
+            if args[i].requires_grad and torch.is_grad_enabled() and _token_input(mark, args[i]).shared:
+                guard(args[i], mark, self.names[i])
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ def mark_by_autograd(tensor: torch.Tensor) -> Mark | None:
         return None
     mark = Mark(known.plan, known.role, Sharing(None, known.reach), known.row_dim, False, tensor, known.column_dim)
     mark.origin = weakref.ref(original)
+    mark.gradient = tensor.grad_fn, known.gradient is not None and known.gradient[0] is original.grad_fn and known.gradient[1]
     attach(tensor, mark)
     return mark
 
@@ -74,7 +75,11 @@ def _embedded(tensor: torch.Tensor, node: Any) -> Mark | None:
         sharing = Sharing(None, marks[0].reach)
     else:  # autograd does not tell whether what lies between was written to
         sharing = _compared(tensor, plan, "hidden states")
-    return None if sharing.reason else Mark(plan, OUTPUT, sharing, 0, False, tensor)
+    if sharing.reason:
+        return None
+    mark = Mark(plan, OUTPUT, sharing, 0, False, tensor)
+    mark.gradient = node, True
+    return mark
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,5 +20,9 @@ class NotRewritten(DualKVError):
     """A marked batch met an attention site that could not be rewritten, under ``strict=True``."""
 
 
+class SharedGradient(DualKVError):
+    """A gradient was asked for of which only the sum over the rows of a group is known, after what is packed was called."""
+
+
 class InternalErrorWarning(RuntimeWarning):
     """A fault of this package while it rewrote or compiled a graph; the batch ran as if it were unmarked."""

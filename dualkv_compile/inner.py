@@ -7,8 +7,9 @@ compiling assume of them is read from the shape environment and checked at every
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -129,6 +130,17 @@ def function_of(symbols: Sequence[sympy.Symbol], e: Any) -> Callable[..., Any]:
     body = PythonPrinter().doprint(e)
     names = ", ".join(map(str, symbols))
     return eval(f"lambda {names}: {body}", {"math": math, "torch": torch, "max": max, "min": min})
+
+
+@contextlib.contextmanager
+def unseen_by_checkpoints() -> Iterator[None]:
+    """What runs here saves tensors as if no saved-tensor hooks were set, as in Dynamo's own compilation: a variant is made in the midst of
+    the program, perhaps under a checkpoint. That counts what is saved, and nothing is made when it recomputes."""
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
 
 
 def compile_graph(gm: fx.GraphModule, fake_inputs: Sequence[Any], fake_mode: FakeTensorMode, backend: str, config: dict) -> Callable:

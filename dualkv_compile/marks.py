@@ -55,6 +55,7 @@ class Mark:
         row_dim, column_dim: the dimensions that index rows and columns: 0 and 1, or 1 and 2 for ``[3, B, S]`` position ids;
             outputs of compiled pieces may have others between them (``[B, heads, S, D]``), or both in one (``[B*S, H]``).
         defining: whether this tensor is what the prompts are: never row-owned, a difference is an error.
+        gradient: ``(grad_fn, answer)``: whether the rows of a group may share gradients at a tensor with that history; None: not known yet.
         origin: the marked tensor that this one is an alias of; its hooks see this one's gradient.
     """
 
@@ -91,7 +92,9 @@ class Mark:
             sharing = Sharing(None, OWNED)
         else:
             sharing = compare_with_plan(Entry(self.role, tensor, first, self.defining), plan)
-        return Mark(plan, self.role, sharing, self.row_dim, self.defining, tensor, self.column_dim)
+        mark = Mark(plan, self.role, sharing, self.row_dim, self.defining, tensor, self.column_dim)
+        mark.gradient = self.gradient  # of the history that it names: a write that autograd knows of makes another
+        return mark
 
     # A copy starts without an identity: it is validated when it is first looked at.
     def __getstate__(self):
@@ -201,9 +204,11 @@ OUTPUT, BLANK_OUTPUT = "output of a compiled piece", "output of a compiled piece
 
 
 def mark_output(tensor, plan, row_dim, column_dim, blank, reach):
-    """Marks a tensor that a rewritten graph returned: by construction equal in all rows of a group."""
-    role = BLANK_OUTPUT if blank else OUTPUT
-    attach(tensor, Mark(plan, role, Sharing(None, reach), row_dim, False, tensor, column_dim))
+    """Marks a tensor that a rewritten graph returned: by construction equal in all rows of a group, and the backward of its unpacking adds
+    the gradients of the copies up."""
+    mark = Mark(plan, BLANK_OUTPUT if blank else OUTPUT, Sharing(None, reach), row_dim, False, tensor, column_dim)
+    mark.gradient = tensor.grad_fn, True
+    attach(tensor, mark)
 
 
 def attach(tensor: torch.Tensor, mark: Mark) -> None:

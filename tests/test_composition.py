@@ -381,3 +381,60 @@ def test_padding_of_the_active_plan_is_believed_where_a_mask_shows_it():
         assert relative(actual, expected) < 1e-6
         assert {r.packed_tokens for r in packed_reports()} == {ids.numel() - 2 * 8}
     assert dualkv_compile.plan_of(marked["input_ids"]).padding == "right"
+
+
+def checkpointed(f, *args):
+    return checkpoint(f, *args, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    "what, inner_backend",
+    [("function", "aot_eager"), ("layers", "aot_eager"), ("layers and what is around them", "aot_eager"), ("layers", "inductor")],
+)
+def test_a_checkpoint_around_what_is_compiled(what, inner_backend):
+    """A variant is made at a call, under the checkpoint, and none while recomputing: both save the same; in later calls as well, and for
+    a batch that is not marked, after one that is."""
+    case, model = left_padded(), build("llama", "sdpa")
+    loss_of, embed, rotate = weighted(case), model.model.embed_tokens, model.model.rotary_emb
+    plain = {k: case["batch"][k] for k in KEYS}
+    expected, expected_grads = gradients(model, plain | {"use_cache": False}, loss_of)
+    columns = torch.arange(plain["input_ids"].shape[1])
+
+    def causal(attention_mask):
+        return (columns[:, None] >= columns)[None, None] & attention_mask[:, None, None].bool()
+
+    def layers_inside(ids, attention_mask):
+        x = embed(ids)
+        for layer in model.model.layers:
+            x = layer(x, attention_mask=causal(attention_mask), position_embeddings=rotate(x, columns[None]))
+        return x
+
+    def each_layer(ids, attention_mask):
+        x, mask = embed(ids), causal(attention_mask)
+        rotary = rotate(x, columns[None])
+        for layer in model.model.layers:
+            x = checkpointed(lambda x, mask, layer=layer: layer(x, attention_mask=mask, position_embeddings=rotary), x, mask)
+        return x
+
+    options = {"inner_backend": inner_backend}
+    if what == "function":
+        whole = torch.compile(lambda ids, mask: model(ids, mask, use_cache=False).logits, backend="dualkv", options=options)
+    else:
+        for layer in model.model.layers:
+            layer.compile(backend="dualkv", options=options)
+    for batch in (mark(case, KEYS), mark(case, KEYS), plain):
+        ids, attention_mask = batch["input_ids"], batch["attention_mask"]
+        if what == "function":
+            logits = checkpointed(whole, ids, attention_mask)
+        else:
+            x = checkpointed(layers_inside, ids, attention_mask) if "around" in what else each_layer(ids, attention_mask)
+            logits = model.lm_head(model.model.norm(x))
+        model.zero_grad()
+        loss_of(type(expected)(logits=logits)).backward()
+        real = case["batch"]["attention_mask"].bool()
+        assert relative(logits[real], expected.logits[real]) < 1e-6
+        assert max(relative(p.grad, expected_grads[n]) for n, p in model.named_parameters()) < 1e-6
+    packed = [r for r in packed_reports() if r.variant == "packed"]
+    sites = [2] if what == "function" else [1, 1]
+    assert [r.attention_rewritten for r in packed] == sites and {r.packed_tokens for r in packed} == {packed_tokens(GROUPS)}
+    assert [(r.calls, r.compilations) for r in packed] == [(4, 1)] * len(packed)
