@@ -115,9 +115,9 @@ def require(engine, found: WithinSequences) -> None:
         if node in found.numbers:
             _hold(engine, together, e.call(aten.eq.Tensor, first, second))
             by_number = e.call(aten.sort.default, x)
-            first, second = _neighbours(e, e.getitem(by_number, 0), choice)
-            of_first, of_second = _neighbours(e, e.call(aten.index_select.default, of, 0, e.getitem(by_number, 1)), choice)
-            _hold(engine, e.call(aten.eq.Tensor, first, second), e.call(aten.eq.Tensor, of_first, of_second))
+            equal = e.call(aten.eq.Tensor, *_neighbours(e, e.getitem(by_number, 0), choice))
+            sequences = _neighbours(e, e.call(aten.index_select.default, of, 0, e.getitem(by_number, 1)), choice)
+            _hold(engine, equal, e.call(aten.eq.Tensor, *sequences))
         if node in found.positions:
             counts = e.call(aten.eq.Scalar, e.call(aten.sub.Tensor, second, first), 1)
             if real is not None:

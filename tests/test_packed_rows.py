@@ -378,6 +378,18 @@ def test_near_misses_run_dense(way, seen):
     assert [r.attention_rewritten for r in reports] == [0]
 
 
+def test_numbers_of_sequences_are_no_positions():
+    """Sequences of two tokens and of one, numbered from behind: their numbers, sorted, count up."""
+
+    def seen(batch):
+        n = 7 - numbers(batch)
+        return (n[:, None] == n) & (n[:, None] >= n)
+
+    with pytest.warns(UserWarning, match="1 of 1 attention sites"):
+        reports = compare(Packed(by_hand(seen)), with_bounds(packed_row([(1, [1, 0])])))
+    assert [r.attention_rewritten for r in reports] == [0]
+
+
 def test_causal_over_the_whole_row_runs_dense():
     attend = lambda q, k, v, batch: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
     with pytest.warns(UserWarning, match="causal over the whole row"):
