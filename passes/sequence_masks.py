@@ -107,14 +107,15 @@ def require(engine, found: WithinSequences) -> None:
     together = e.call(aten.eq.Tensor, before, after)
     real = e.reshape(e.request(Request("valid", Window.of(0, choice.num_columns))), [choice.num_columns]) if choice.drops_padding else None
     for node, value in values.items():
-        x = e.reshape(value.dense, [choice.num_columns])
-        if real is not None:  # padding is behind all sequences: no query of theirs sees it, and what it sees is read by nobody
+        whole = x = e.reshape(value.dense, [choice.num_columns])
+        if real is not None:  # what padding sees is read by nobody
             rest = e.call(aten.add.Tensor, e.call(aten.max.default, x), 1)
             x = e.call(aten.where.self, real, x, rest)
         first, second = _neighbours(e, x, choice)
         if node in found.numbers:
             _hold(engine, together, e.call(aten.eq.Tensor, first, second))
-            by_number = e.call(aten.sort.default, x)
+            # by columns no query sees padding, which is behind all sequences; by positions one may, unless their numbers differ
+            by_number = e.call(aten.sort.default, whole if found.positions else x)
             equal = e.call(aten.eq.Tensor, *_neighbours(e, e.getitem(by_number, 0), choice))
             sequences = _neighbours(e, e.call(aten.index_select.default, of, 0, e.getitem(by_number, 1)), choice)
             _hold(engine, equal, e.call(aten.eq.Tensor, *sequences))

@@ -390,6 +390,19 @@ def test_numbers_of_sequences_are_no_positions():
     assert [r.attention_rewritten for r in reports] == [0]
 
 
+@pytest.mark.parametrize("order", ["columns", "positions"])
+def test_filler_that_has_the_number_of_a_sequence(order):
+    """By columns no query sees it, as it stands behind; by positions the first sequence's do."""
+
+    def seen(batch):
+        n = numbers(batch) % (len(batch["cu_seqlens"]) - 1)
+        place = torch.arange(len(n)) if order == "columns" else batch["position_ids"][0]
+        return (n[:, None] == n) & (place[:, None] >= place)
+
+    reports = compare(Packed(by_hand(seen)), with_bounds(packed_row(GROUPS, 3, ORDER)))
+    assert max(r.attention_rewritten for r in reports) == (order == "columns")
+
+
 def test_causal_over_the_whole_row_runs_dense():
     attend = lambda q, k, v, batch: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
     with pytest.warns(UserWarning, match="causal over the whole row"):
