@@ -402,17 +402,15 @@ def check(middle, batch, dynamic, monkeypatch):
     return report
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", PACKED)
-@pytest.mark.parametrize("batch", [FULL, RIGHT, LEFT], ids=["full", "right", "left"])
+@pytest.mark.parametrize(("batch", "dynamic"), [(FULL, False), (RIGHT, True), (LEFT, False)], ids=["full", "right, dynamic", "left"])
 def test_functions_of_one_token(name, batch, dynamic, monkeypatch):
     report = check(PACKED[name], batch, dynamic, monkeypatch)
     assert not report.barriers and report.packed_tokens == packed_tokens(batch["groups"])
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", DENSE)
-@pytest.mark.parametrize("batch", [FULL, RIGHT, LEFT], ids=["full", "right", "left"])
+@pytest.mark.parametrize(("batch", "dynamic"), [(FULL, False), (LEFT, True)], ids=["full", "left, dynamic"])
 def test_functions_that_see_every_copy(name, batch, dynamic, monkeypatch):
     """What is before them is packed."""
     report = check(DENSE[name], batch, dynamic, monkeypatch)
