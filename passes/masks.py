@@ -199,11 +199,13 @@ def _sizes(elements: Sequence[Element]) -> tuple[Any, ...]:
 def _allowed(mask: Applied, sizes: Sequence[Any]) -> tuple[Boolean, list[Boolean]]:
     """Where a mask lets a query attend to a key, and what must hold at every index for that to be all it does."""
     shift = {index(d): AXES[d + len(AXES) - len(mask.element.shape)] for d in range(len(mask.element.shape))}
+    if mask.fill is not None and not is_masking(mask.fill, mask.dtype, mask.factor):
+        raise Refused(f"scores are replaced by {mask.fill}, which is no masking constant")
     if mask.kind == "bool":
         return as_condition(mask.element).xreplace(shift), []
     if mask.kind == "fill":
-        if mask.fill is None or not is_masking(mask.fill, mask.dtype, mask.factor):
-            raise Refused(f"scores are replaced by {mask.fill}, which is no masking constant")
+        if mask.fill is None:
+            raise Refused("scores are replaced by what is no number")
         return sympy.Not(as_condition(mask.element)).xreplace(shift), []
     if mask.element.is_condition:
         raise Refused("it adds a Boolean to the scores")

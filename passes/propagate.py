@@ -260,7 +260,7 @@ class Propagation:
 
     def by_rule(self, op: Op) -> Any:
         rule = RULES.get(op.target)
-        random = torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
+        random = _draws(op)
         if rule is None and torch.Tag.pointwise in getattr(op.target, "tags", ()) and not random and not writes(op.node):
             rule = RULES["pointwise"]
         is_token = any(v.is_token for v in op.values)
@@ -293,7 +293,7 @@ class Propagation:
         """The operation as the user wrote it, token-wise or on no tokens at all."""
         tainted = self.is_tainted(op)
         dense = self.emit_dense(op.node)
-        light, pure = all(v.light for v in op.values), all(v.pure for v in op.values)
+        light, pure = all(v.light for v in op.values), _is_pure(op)
         reach = min((v.reach for v in op.values if v.is_token), default=0)
         return self.wrap(op, result, dense=dense, shared=shared, light=light, pure=pure, tainted=tainted, reach=reach)
 
@@ -304,9 +304,7 @@ class Propagation:
             if v.tainted or self.loses_padding(v):
                 self.excuse_padding(v, op, reason)
         dense = self.emit_dense(op.node)
-        light, pure = all(v.light for v in op.values), all(v.pure for v in op.values)
-        pure = pure and not isinstance(op.target, torch._ops.HigherOrderOperator)  # facts are graphs without functions
-        return self.wrap(op, Result(None), dense=dense, light=light, pure=pure)
+        return self.wrap(op, Result(None), dense=dense, light=all(v.light for v in op.values), pure=_is_pure(op))
 
     def note_barrier(self, op: Op, reason: str) -> None:
         is_site = op.target in (torch.ops.dualkv.attention_site.default, functions.FLEX_ATTENTION)
@@ -484,6 +482,15 @@ class Propagation:
             total = copies[fact] if total is None else graph.call_function(aten.logical_and.default, (total, copies[fact]))
         graph.output(total)
         return fx.GraphModule({}, graph, class_name="Facts")
+
+
+def _draws(op: Op) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
+
+
+def _is_pure(op: Op) -> bool:
+    """Whether a fact may compute a result once more: facts are graphs without functions, and must draw no other random numbers."""
+    return all(v.pure for v in op.values) and not _draws(op) and not isinstance(op.target, torch._ops.HigherOrderOperator)
 
 
 def _is_first_unshared(value: Value) -> bool:

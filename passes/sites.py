@@ -33,7 +33,7 @@ aten = torch.ops.aten
 @dataclasses.dataclass(frozen=True)
 class Mask:
     """One mask applied to the scores; its element broadcasts against (b, h, q, kv). kind: "bool" (True = may attend), "additive", or "fill"
-    (True = gets the number `fill`). factor: what the scores are multiplied with after the mask."""
+    (True = gets the number `fill`; with "bool", False does). factor: what the scores are multiplied with after the mask."""
 
     value: Value
     kind: str
@@ -135,7 +135,7 @@ def through_scores(engine, op) -> Any:
         fill = _number(op.args[2])
         if fill is None or not (fill == float("-inf") or masks.is_masking(fill, op.args[1].fake.dtype)):
             raise Barrier("replaces attention scores by other numbers")
-        return with_mask(op, op.args[1], op.args[0], "bool", None)
+        return with_mask(op, op.args[1], op.args[0], "bool", fill)
     raise Barrier(f"attention scores are read by {target}")
 
 
@@ -552,7 +552,7 @@ def asked_of_the_data(engine, op, applied, q: Heads) -> masks.Verdict:
     for every real query, is registered; it is asked of the actual tensors at the call."""
     choice, e = engine.choice, engine.emitter
     if not all(m.value.pure and m.value.dense is not None for m in applied):
-        raise Barrier("its mask is computed by the model")
+        raise Barrier("its mask is computed by the model, or drawn at random")
     device = q.value.fake.device
     at = e.call(aten.arange.default, choice.num_columns, device=device)
     allowed, rank = None, applied[0].rank
@@ -569,9 +569,11 @@ def asked_of_the_data(engine, op, applied, q: Heads) -> masks.Verdict:
             seen, hidden = e.call(aten.eq.Scalar, x, 0), e.call(aten.le.Scalar, x, masks.least_masking(mask.dtype, mask.factor))
             known = e.call(aten.logical_or.default, seen, hidden)
             engine.facts[e.call(aten.all.default, known)] = None
+        elif mask.kind == "fill" and mask.fill is None:
+            raise Barrier("fills attention scores with something that is not a known number")
+        elif mask.fill is not None and not masks.is_masking(mask.fill, mask.dtype, mask.factor):
+            raise Barrier("fills attention scores with a number that does not mask")
         elif mask.kind == "fill":
-            if not masks.is_masking(mask.fill, mask.dtype, mask.factor):
-                raise Barrier("fills attention scores with a number that does not mask")
             seen = e.call(aten.logical_not.default, x)
         else:
             seen = x
@@ -600,6 +602,8 @@ def _require_padding(engine, condition, axis: str) -> None:
     source = masks.padding_source(condition, axis)
     if source is not None and source.name in engine.token_inputs and engine.token_inputs[source.name].is_padding_mask:
         return
+    if not all(engine.values[data.node].pure for data in condition.atoms(masks.Data)):
+        raise Barrier("its mask is computed by the model, or drawn at random")
     data = masks.emit_condition(e.call, condition, axis, choice.num_rows, choice.num_columns, engine.dense_argument)
     real = e.request(Request("real", Window.of(0, choice.num_columns)))
     agrees = aten.eq.Tensor if axis == "kv" else aten.ge.Tensor

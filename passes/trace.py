@@ -142,13 +142,14 @@ class _Functionalisation(FunctionalTensorMode):
             self.check_read((args, kwargs))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if writes:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
+            for i, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
+                    value = args[i] if i < len(args) else (kwargs or {}).get(argument.name)
                     written = {_storage(t) for t in _functional(value) if not grad_enabled or id(t) in self._detached}
                     self._written_unseen |= written & self._with_gradient
         given = {_storage(a): id(a) for a in _functional(args)}
         for tensor in _functional(result):
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() or tensor.is_complex():
                 self._alive.append(tensor)
                 viewed = given.get(_storage(tensor))
                 if grad_enabled and (viewed is None or writes):
@@ -315,6 +316,11 @@ class _Interpreter(fx.Interpreter):
         if isinstance(target, torch._ops.HigherOrderOperator):
             return functions.record(self.recorder, self._body, target, args, kwargs)
         return super().call_function(target, args, kwargs)
+
+    def call_method(self, target, args, kwargs) -> Any:
+        if target == "detach_":
+            raise CannotDeduplicate("the program detaches a tensor in place, of which autograd alone knows")
+        return super().call_method(target, args, kwargs)
 
     def _body(self, body: fx.GraphModule, *operands: Any) -> Any:
         return _Interpreter(body, self.recorder).run(*operands)

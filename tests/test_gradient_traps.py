@@ -151,3 +151,29 @@ def test_negative_cross_entropy_runs_packed():
     worst, reports = run(Decoder(head=head), RIGHT)
     assert worst < 1e-9
     assert seen(reports) == [("packed", 1)]
+
+
+def _out_under_no_grad(m, x, ids):
+    y = x * 1.0
+    with torch.no_grad():
+        torch.mul(y, 2.0, out=y)
+    return y
+
+
+def _complex(m, x, ids):
+    z = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2)) * 1.0
+    z.detach().mul_(2.0)
+    return torch.view_as_real(z).flatten(-2)
+
+
+def _detached_in_place(m, x, ids):
+    y = x * 2.0
+    y.detach_()
+    return x + y
+
+
+@pytest.mark.parametrize("middle", [_out_under_no_grad, _complex, _detached_in_place])
+def test_more_of_what_autograd_does_not_see(middle):
+    worst, reports = run(Decoder(middle=middle), FULL)
+    assert worst < 1e-9
+    assert {r.variant for r in reports} == {"dense"}

@@ -591,3 +591,41 @@ def test_alibi_is_refused_by_its_name():
     assert worst < 1e-9
     assert not any(r.attention_rewritten for r in reports)
     assert any("ALiBi" in b.reason for r in reports for b in r.barriers)
+
+
+def _drops_pairs(mask):
+    i = torch.arange(mask.shape[1])
+    return (torch.rand(mask.shape[1], mask.shape[1]) > 0.02) | (i[:, None] == i)
+
+
+def _drops_keys(mask):
+    return (torch.rand(mask.shape) > 0.02)[:, None, None] | torch.eye(mask.shape[1], dtype=torch.bool)
+
+
+def _drops_some_keys(mask):
+    return (torch.rand(mask.shape) > 0.02)[:, None, None]
+
+
+@pytest.mark.parametrize("drops", [_drops_pairs, _drops_keys, _drops_some_keys])
+@pytest.mark.parametrize("batch", [FULL, RIGHT], ids=["full", "right"])
+def test_masks_that_are_drawn_at_random(drops, batch):
+    """A fact about one draw says nothing of the next."""
+
+    def attention(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal(mask) & drops(mask))
+
+    case = batch_of(vocab=32, **batch)
+    compiled = torch.compile(Decoder(attention), backend="dualkv", options={"inner_backend": "aot_eager"})
+    for seed in range(3):
+        torch.manual_seed(seed)
+        compiled(**mark(case, ("input_ids", "attention_mask")))
+    assert not any(r.attention_rewritten for r in dualkv_compile.reports() if r.calls)
+
+
+def test_a_fill_that_is_scaled_away_is_none():
+    def attention(q, k, v, mask):
+        return (torch.where(causal(mask), q @ k.transpose(-1, -2), -1e9) * 1e-9).softmax(-1) @ v
+
+    worst, reports = run(Decoder(attention), FULL)
+    assert worst < 1e-9
+    assert not any(r.attention_rewritten for r in reports)
