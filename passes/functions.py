@@ -44,13 +44,18 @@ def record(recorder, run: Run, target: torch._ops.HigherOrderOperator, args: tup
         description = _describe(recorder, run, *args)
     elif any(torch.is_autocast_enabled(t.device.type) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
         raise CannotDeduplicate(f"{target} under autocast cannot be recorded")
+    recorder.functionalisation.check_read((args, kwargs))
     plain_args, plain_kwargs = pytree.tree_map_only(FunctionalTensor, unwrapped, (args, kwargs))
+    versions = [t._version for t in _tensors((plain_args, plain_kwargs))]
     with _disable_current_modes(), recorder.fake_mode, torch.no_grad():  # a function may switch gradients on
         results = target(*plain_args, **plain_kwargs)
         # objects of their own, as a function may return what it was given
         results = pytree.tree_map_only(torch.Tensor, lambda t: t.view_as(t), results)
+    if versions != [t._version for t in _tensors((plain_args, plain_kwargs))]:
+        raise CannotDeduplicate(f"{target} writes into what it is given: it cannot be recorded")
     recorder.write(target, plain_args, {**plain_kwargs, **description}, results)
     wrapped = pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, results)
+    recorder.functionalisation.note_results(wrapped, ())
     _note_views(recorder, _tensors((args, kwargs)), _tensors((plain_args, plain_kwargs)), _tensors(wrapped), _tensors(results))
     return wrapped
 

@@ -79,7 +79,7 @@ def _compared(engine, atom: Any) -> tuple[fx.Node, sympy.Expr, sympy.Expr]:
 
 
 #: How far from zero positions may be, so that what is added to them, no more than this either, does not overflow.
-_LIMITS = {torch.int64: 1 << 62, torch.int32: 1 << 30}
+_LIMITS = {torch.int64: 1 << 61, torch.int32: 1 << 29}
 
 
 def _without_offset(engine, data: Data) -> tuple[Data, int]:

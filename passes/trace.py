@@ -131,36 +131,59 @@ class _Functionalisation(FunctionalTensorMode):
     def __init__(self, recorder: _Recorder):
         super().__init__()
         self.recorder = recorder
+        recorder.functionalisation = self
         self._with_gradient: set[int] = set()  # storages
         self._written_unseen: set[int] = set()  # storages
         self._detached: set[int] = set()  # tensors
         self._alive: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        grad_enabled, writes = self.recorder.region.grad_enabled, func._schema.is_mutable
-        if grad_enabled and func is not aten.detach.default:
+        grad_enabled = self.recorder.region.grad_enabled
+        if func is not aten.detach.default:
             self.check_read((args, kwargs))
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if writes:
+        if func._schema.is_mutable:
             for i, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     value = args[i] if i < len(args) else (kwargs or {}).get(argument.name)
-                    written = {_storage(t) for t in _functional(value) if not grad_enabled or id(t) in self._detached}
-                    self._written_unseen |= written & self._with_gradient
-        given = {_storage(a): id(a) for a in _functional(args)}
-        for tensor in _functional(result):
+                    written = _functional(value)
+                    unseen = {_storage(t) for t in written if not grad_enabled or id(t) in self._detached}
+                    self._written_unseen |= unseen & self._with_gradient
+                    self._with_gradient |= {_storage(t) for t in written} - unseen
+        fresh = func in _FRESH or not _functional((args, kwargs))
+        self.note_results(result, args, func is aten.detach.default, fresh)
+        return result
+
+    def note_results(self, results: Any, operands: Any, detached: bool = False, fresh: bool = False) -> None:
+        """`fresh`: made of nothing that may have a gradient."""
+        given = {_storage(a): id(a) for a in _functional(operands)}
+        for tensor in _functional(results):
             if tensor.is_floating_point() or tensor.is_complex():
                 self._alive.append(tensor)
                 viewed = given.get(_storage(tensor))
-                if grad_enabled and (viewed is None or writes):
+                if self.recorder.region.grad_enabled and viewed is None and not fresh:
                     self._with_gradient.add(_storage(tensor))
-                if func is aten.detach.default or viewed in self._detached:
+                if (detached and _storage(tensor) in self._with_gradient) or viewed in self._detached:
                     self._detached.add(id(tensor))
-        return result
 
     def check_read(self, tree: Any) -> None:
-        if self._written_unseen and any(_storage(t) in self._written_unseen and id(t) not in self._detached for t in _functional(tree)):
+        """Before an operation reads tensors. Without gradients there are none to be lost."""
+        if not self._written_unseen or not self.recorder.region.grad_enabled:
+            return
+        if any(_storage(t) in self._written_unseen and id(t) not in self._detached for t in _functional(tree)):
             raise CannotDeduplicate("the program writes into a tensor without autograd's knowledge (under no_grad, or detached)")
+
+
+_FRESH = {
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty.default,
+}
 
 
 def _functional(tree: Any) -> list[FunctionalTensor]:

@@ -177,3 +177,65 @@ def test_more_of_what_autograd_does_not_see(middle):
     worst, reports = run(Decoder(middle=middle), FULL)
     assert worst < 1e-9
     assert {r.variant for r in reports} == {"dense"}
+
+
+class _Triple(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 3
+
+
+class _WritesIntoItsArgument(_Triple):
+    @staticmethod
+    def forward(ctx, x):
+        x.mul_(2)
+        return x * 3
+
+
+def _read_by_a_function(m, x, ids):
+    y = m.mlp(x) * 1.0
+    with torch.no_grad():
+        y.mul_(2.0)
+    return x + _Triple.apply(y)
+
+
+def _made_by_a_function(m, x, ids):
+    z = _Triple.apply(m.mlp(x))
+    with torch.no_grad():
+        z.mul_(2.0)
+    return x + z
+
+
+def _made_by_a_function_and_detached(m, x, ids):
+    z = _Triple.apply(m.mlp(x))
+    z.detach().mul_(2.0)
+    return x + z
+
+
+def _written_by_a_function(m, x, ids):
+    y = m.mlp(x) * 1.0
+    z = _WritesIntoItsArgument.apply(y)
+    return x + y + z
+
+
+def _several_at_once(m, x, ids):
+    with torch.no_grad():
+        t = torch.zeros_like(x)
+    torch._foreach_add_([t], [x])
+    with torch.no_grad():
+        t.mul_(2.0)
+    return x + t
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [_read_by_a_function, _made_by_a_function, _made_by_a_function_and_detached, _written_by_a_function, _several_at_once],
+)
+def test_functions_and_writes_that_autograd_does_not_see(middle):
+    worst, reports = run(Decoder(middle=middle), FULL)
+    assert worst < 1e-9
+    assert {r.variant for r in reports} == {"dense"}
