@@ -31,7 +31,7 @@ from dualkv_compile.passes.graph import Emitter, Request, Window
 from dualkv_compile.passes.layout import Atom, Kind, Layout, Size, over_tokens, product
 from dualkv_compile.passes.regions import outline
 from dualkv_compile.passes.rules import RULES, Op, Result
-from dualkv_compile.passes.simplify import writes
+from dualkv_compile.passes.simplify import grad_enabled, writes
 from dualkv_compile.passes.trace import Region
 from dualkv_compile.passes.values import Undescribed, Value
 
@@ -250,9 +250,18 @@ class Propagation:
             if result.element is None and self.choice.is_row and result.pure and not result.fake.is_floating_point():
                 result.element = masks.input_element(node, "data")  # numbers of sequences, say
         for value in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(value, Value) and not self.emitter.region.grad_enabled:
+                self.without_gradient(value)
             if self.choice.drops_padding and isinstance(value, Value) and value.is_token and value.score is None and value.routed is None:
                 value.at_padding = value.at_padding or at_padding.of_result(self, op, value)
         return result
+
+    def without_gradient(self, value: Value) -> None:
+        """A result under no_grad may be an operand as it is, of a view that changes nothing, say: then it loses its gradient here."""
+        for form in ("packed", "dense"):
+            node = getattr(value, form)
+            if node is not None and grad_enabled(node) and node.meta["val"].is_floating_point():
+                setattr(value, form, self.emitter.call(aten.detach.default, node))
 
     def element_of(self, node: fx.Node) -> Any:
         value = self.values.get(node)

@@ -26,15 +26,26 @@ def simplify(gm: fx.GraphModule) -> fx.GraphModule:
         if node.op != "call_function":
             continue
         if node.target in _VIEWS and _same_shape(node, node.args[0]):
-            node.replace_all_uses_with(node.args[0])
+            _replace(node, node.args[0], [node])
         elif node.target in _READS:
             source = node.args[0]
             if source.target is _READS[node.target] and _place(node, 1) == _place(source, 2):
-                node.replace_all_uses_with(source.args[1])
+                _replace(node, source.args[1], [node, source])
     for node in reversed(gm.graph.nodes):
         if node.op == "call_function" and not node.users and not writes(node):
             gm.graph.erase_node(node)
     return gm
+
+
+def _replace(node: fx.Node, by: fx.Node, through: list[fx.Node]) -> None:
+    """Unless what is between them, under no_grad, is what keeps a gradient from passing."""
+    if all(grad_enabled(n) for n in through) or not grad_enabled(by):
+        node.replace_all_uses_with(by)
+
+
+def grad_enabled(node: fx.Node) -> bool:
+    """Whether a node's result may have a gradient: inputs may."""
+    return node.op != "call_function" or node.meta["region"].grad_enabled
 
 
 def writes(node: fx.Node) -> bool:

@@ -33,7 +33,9 @@ import torch.utils._pytree as pytree
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dualkv_compile.passes import functions
 from dualkv_compile.passes.errors import CannotDeduplicate
@@ -132,10 +134,10 @@ class _Functionalisation(FunctionalTensorMode):
         super().__init__()
         self.recorder = recorder
         recorder.functionalisation = self
-        self._with_gradient: set[int] = set()  # storages
-        self._written_unseen: set[int] = set()  # storages
-        self._detached: set[int] = set()  # tensors
-        self._alive: list[torch.Tensor] = []
+        # no tensor is kept alive: of one that is referred to, a function that makes it returns a detached alias
+        self._with_gradient: set[StorageWeakRef] = set()
+        self._written_unseen: set[StorageWeakRef] = set()
+        self._detached = WeakIdKeyDictionary()  # tensors
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         grad_enabled = self.recorder.region.grad_enabled
@@ -147,7 +149,7 @@ class _Functionalisation(FunctionalTensorMode):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     value = args[i] if i < len(args) else (kwargs or {}).get(argument.name)
                     written = _functional(value)
-                    unseen = {_storage(t) for t in written if not grad_enabled or id(t) in self._detached}
+                    unseen = {_storage(t) for t in written if not grad_enabled or t in self._detached}
                     self._written_unseen |= unseen & self._with_gradient
                     self._with_gradient |= {_storage(t) for t in written} - unseen
         fresh = func in _FRESH or not _functional((args, kwargs))
@@ -156,21 +158,20 @@ class _Functionalisation(FunctionalTensorMode):
 
     def note_results(self, results: Any, operands: Any, detached: bool = False, fresh: bool = False) -> None:
         """`fresh`: made of nothing that may have a gradient."""
-        given = {_storage(a): id(a) for a in _functional(operands)}
+        given = {_storage(a): a for a in _functional(operands)}
         for tensor in _functional(results):
             if tensor.is_floating_point() or tensor.is_complex():
-                self._alive.append(tensor)
                 viewed = given.get(_storage(tensor))
                 if self.recorder.region.grad_enabled and viewed is None and not fresh:
                     self._with_gradient.add(_storage(tensor))
-                if (detached and _storage(tensor) in self._with_gradient) or viewed in self._detached:
-                    self._detached.add(id(tensor))
+                if (detached and _storage(tensor) in self._with_gradient) or (viewed is not None and viewed in self._detached):
+                    self._detached[tensor] = None
 
     def check_read(self, tree: Any) -> None:
         """Before an operation reads tensors. Without gradients there are none to be lost."""
         if not self._written_unseen or not self.recorder.region.grad_enabled:
             return
-        if any(_storage(t) in self._written_unseen and id(t) not in self._detached for t in _functional(tree)):
+        if any(_storage(t) in self._written_unseen and t not in self._detached for t in _functional(tree)):
             raise CannotDeduplicate("the program writes into a tensor without autograd's knowledge (under no_grad, or detached)")
 
 
@@ -190,8 +191,8 @@ def _functional(tree: Any) -> list[FunctionalTensor]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, FunctionalTensor)]
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 class _Recorder(TorchDispatchMode):

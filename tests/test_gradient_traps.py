@@ -239,3 +239,91 @@ def test_functions_and_writes_that_autograd_does_not_see(middle):
     worst, reports = run(Decoder(middle=middle), FULL)
     assert worst < 1e-9
     assert {r.variant for r in reports} == {"dense"}
+
+
+def _set(t, y):
+    t[:, :, :] = y
+
+
+def _set_a_part(t, y):
+    t[:, 1:, :4] = y[:, 1:, :4]
+
+
+def _full(x):
+    return torch.full(x.shape, 2.0, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("write", [_set, _set_a_part, lambda t, y: t.copy_(y), lambda t, y: t.view(t.shape).mul_(y)])
+@pytest.mark.parametrize("make", [torch.zeros_like, torch.ones_like, _full])
+def test_writes_into_a_new_tensor(make, write):
+    def middle(m, x, ids):
+        t = make(x)
+        write(t, m.mlp(x))
+        return x + t
+
+    worst, reports = run(Decoder(middle=middle), FULL)
+    assert worst < 1e-9
+    assert seen(reports) == [("packed", 1)]
+
+
+def test_keys_written_into_a_cache():
+    def attention(q, k, v, mask):
+        kept = torch.zeros_like(k)
+        kept[:] = k
+        return sdpa(q, kept, v, mask)
+
+    worst, reports = run(Decoder(attention), FULL)
+    assert worst < 1e-9
+    assert seen(reports) == [("packed", 1)]
+
+
+VIEWS = {
+    "view": lambda y: y.view(y.shape),
+    "reshape": lambda y: y.reshape(y.shape),
+    "expand": lambda y: y.expand_as(y),
+    "squeeze": lambda y: y.squeeze(),
+    "slice": lambda y: y[:, :],
+    "narrow": lambda y: y.narrow(2, 0, y.shape[2]),
+    "cat": lambda y: torch.cat([y], 1),
+    "transposed twice": lambda y: y.mT.mT,
+    "contiguous": lambda y: y.contiguous(),
+    "to": lambda y: y.to(y.dtype),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("of", ["hidden states", "a weight"])
+def test_views_without_gradients_that_change_nothing(name, of):
+    def middle(m, x, ids):
+        y = m.mlp(x) if of == "hidden states" else m.mlp.weight[None]
+        with torch.no_grad():
+            v = VIEWS[name](y)
+        v = v if of == "hidden states" else v.reshape(-1)[: x.shape[-1]]
+        return x + v * m.mix(x)
+
+    worst, reports = run(Decoder(middle=middle), FULL)
+    assert worst < 1e-9
+    assert seen(reports) == [("packed", 1)]
+
+
+def test_a_part_that_is_read_back_without_gradients():
+    def middle(m, x, ids):
+        whole, part = torch.zeros_like(x), m.mlp(x)[:, :, :4]
+        with torch.no_grad():
+            whole[:, :, :4] = part
+        return x + whole[:, :, :4].repeat(1, 1, 4) * m.mix(x)
+
+    worst, _ = run(Decoder(middle=middle), FULL)
+    assert worst < 1e-9
+
+
+def test_a_loss_that_random_tokens_have_a_part_in():
+    """What is drawn in the graph is drawn once: no fact draws it again."""
+
+    def head(logits, ids, mask, labels):
+        logp = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        torch.manual_seed(3)
+        return (logp * (torch.rand(logp.shape) < 0.5)).sum()
+
+    worst, _ = run(Decoder(head=head), RIGHT)
+    assert worst < 1e-9
