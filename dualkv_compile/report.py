@@ -51,6 +51,9 @@ class Report:
         def saved(dense: int, packed: int) -> str:
             return f"{dense:,} -> {packed:,}" + (f"  ({dense / packed:.2f}x fewer)" if packed else "")
 
+        if self.variant == "plain":
+            calls = f"{self.calls}, with unmarked tensors: mark after the last .to() or .clone()"
+            return f"{'graph':16}  {self.graph} (plain: as the inner backend compiles it)\n{'calls':16}  {calls}"
         rows = [
             ("graph", f"{self.graph} ({self.variant})"),
             ("attention sites", f"{self.attention_rewritten} of {self.attention_sites} rewritten"),

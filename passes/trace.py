@@ -138,6 +138,7 @@ class _Functionalisation(FunctionalTensorMode):
         self._with_gradient: set[StorageWeakRef] = set()
         self._written_unseen: set[StorageWeakRef] = set()
         self._detached = WeakIdKeyDictionary()  # tensors
+        self._seen = WeakIdKeyDictionary()  # tensors
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         grad_enabled = self.recorder.region.grad_enabled
@@ -161,11 +162,17 @@ class _Functionalisation(FunctionalTensorMode):
         given = {_storage(a): a for a in _functional(operands)}
         for tensor in _functional(results):
             if tensor.is_floating_point() or tensor.is_complex():
+                self._seen[tensor] = None
                 viewed = given.get(_storage(tensor))
                 if self.recorder.region.grad_enabled and viewed is None and not fresh:
                     self._with_gradient.add(_storage(tensor))
                 if (detached and _storage(tensor) in self._with_gradient) or (viewed is not None and viewed in self._detached):
                     self._detached[tensor] = None
+
+    def catch_up(self) -> None:
+        """Records what writes so far mean, which functionalisation puts off until somebody reads what was written to."""
+        for tensor in list(self._seen):
+            torch._sync(tensor)
 
     def check_read(self, tree: Any) -> None:
         """Before an operation reads tensors. Without gradients there are none to be lost."""
@@ -331,6 +338,7 @@ class _Interpreter(fx.Interpreter):
 
     def call_function(self, target, args, kwargs) -> Any:
         if target is torch._C._set_grad_enabled:
+            self.recorder.functionalisation.catch_up()
             self.recorder.region = dataclasses.replace(self.recorder.region, grad_enabled=args[0])
             return None
         if target is torch.nn.functional.scaled_dot_product_attention:

@@ -327,3 +327,27 @@ def test_a_loss_that_random_tokens_have_a_part_in():
 
     worst, _ = run(Decoder(head=head), RIGHT)
     assert worst < 1e-9
+
+
+def _read_without(m, x, ids):
+    y = m.mlp(x) * 1.0
+    y[:, :, :4] = m.mix(x)[:, :, :4]
+    with torch.no_grad():
+        v = y[:, :, :4]
+    return x + torch.cat([v, v, v, v], -1) * m.mix(x)
+
+
+def _read_without_and_with(m, x, ids):
+    y = m.mlp(x) * 1.0
+    part = y[:, :, 4:]
+    y[:, :, :8] = m.mix(x)[:, :, :8]
+    with torch.no_grad():
+        largest = y.amax(-1, keepdim=True) + part.amax(-1, keepdim=True)
+    return x + y * largest + part.repeat(1, 1, 4)[:, :, :16]
+
+
+@pytest.mark.parametrize("middle", [_read_without, _read_without_and_with])
+def test_what_was_written_to_is_read_without_gradients_first(middle):
+    worst, reports = run(Decoder(middle=middle), FULL)
+    assert worst < 1e-9
+    assert seen(reports) == [("packed", 1)]
