@@ -302,7 +302,7 @@ class Plan:
             return self
         if device not in self._on_devices:
             *facts, owned, _ = self._facts()
-            self._on_devices[device] = Plan(*facts, owned=owned, device=device)
+            self._on_devices[device] = type(self)(*facts, owned=owned, device=device)
         return self._on_devices[device]
 
     def unpadded(self):

@@ -14,6 +14,10 @@ import torch
 from dualkv_compile.plan import Packing, Plan, _exclusive_cumsum, _lazy, _with_index, to_device
 
 
+def _from_host(name):
+    return _lazy(lambda packing: to_device(np.ascontiguousarray(packing._host[name]), packing.device))
+
+
 class RowPacking(Packing):
     """The packed tokens of which a copy stands in the columns ``[offset, offset + size)`` of the row; made on the host.
 
@@ -42,36 +46,13 @@ class RowPacking(Packing):
             "sequence": sequence[here], "place": place[here],
         }  # fmt: skip
 
-    def _on_device(self, name):
-        return to_device(np.ascontiguousarray(self._host[name]), self.device)
+    select, pack_index, columns, unpack_index, sequence, place = map(
+        _from_host, ("select", "pack_index", "columns", "unpack_index", "sequence", "place")
+    )
 
     @_lazy
     def rows(self):
         return torch.zeros(self.num_tokens, dtype=torch.int64, device=self.device)
-
-    @_lazy
-    def columns(self):
-        return self._on_device("columns")
-
-    @_lazy
-    def pack_index(self):
-        return self._on_device("pack_index")
-
-    @_lazy
-    def select(self):
-        return self._on_device("select")
-
-    @_lazy
-    def unpack_index(self):
-        return self._on_device("unpack_index")
-
-    @_lazy
-    def sequence(self):
-        return self._on_device("sequence")
-
-    @_lazy
-    def place(self):
-        return self._on_device("place")
 
     @_lazy
     def valid(self):
@@ -153,15 +134,6 @@ class RowPlan(Plan):
     def by_sequence(self, values):
         """``[1, T, …]`` -> ``[n, length of the longest, …]``, whatever after a sequence's end."""
         return split(values, self.bounds)
-
-    def on(self, device):
-        device = _with_index(torch.device(device))
-        if device == self.device:
-            return self
-        if device not in self._on_devices:
-            *facts, owned, _ = self._facts()
-            self._on_devices[device] = RowPlan(*facts, owned=owned, device=device)
-        return self._on_devices[device]
 
     def __hash__(self):
         return hash((self.num_columns, self.num_packed_tokens, self.bounds.tobytes(), self.prompt_ends.tobytes()))

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dualkv_compile.passes.errors import CannotDeduplicate
 from dualkv_compile.passes.layout import same
+from dualkv_compile.passes.simplify import draws
 
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 AUTOGRAD_FUNCTION = torch.ops.higher_order.autograd_function_apply
@@ -81,11 +82,10 @@ def same_computation(a: Any, b: Any, known: dict | None = None) -> bool:
             return len(a) == len(b) and all(same_computation(x, y, known) for x, y in zip(a, b, strict=True))
         return not isinstance(a, fx.Node) and not isinstance(b, fx.Node) and same(a, b)
     if a is not b and (a, b) not in known:
-        random = torch.Tag.nondeterministic_seeded in getattr(a.target, "tags", ())
         known[a, b] = (
             a.op == b.op == "call_function"
             and a.target is b.target
-            and not random
+            and not draws(a.target)
             and a.kwargs.keys() == b.kwargs.keys()
             and same_computation(a.args, b.args, known)
             and all(same_computation(a.kwargs[k], b.kwargs[k], known) for k in a.kwargs)

@@ -31,7 +31,7 @@ from dualkv_compile.passes.graph import Emitter, Request, Window
 from dualkv_compile.passes.layout import Atom, Kind, Layout, Size, over_tokens, product
 from dualkv_compile.passes.regions import outline
 from dualkv_compile.passes.rules import RULES, Op, Result
-from dualkv_compile.passes.simplify import grad_enabled, writes
+from dualkv_compile.passes.simplify import draws, grad_enabled, writes
 from dualkv_compile.passes.trace import Region
 from dualkv_compile.passes.values import Undescribed, Value
 
@@ -269,7 +269,7 @@ class Propagation:
 
     def by_rule(self, op: Op) -> Any:
         rule = RULES.get(op.target)
-        random = _draws(op)
+        random = draws(op.target)
         if rule is None and torch.Tag.pointwise in getattr(op.target, "tags", ()) and not random and not writes(op.node):
             rule = RULES["pointwise"]
         is_token = any(v.is_token for v in op.values)
@@ -493,13 +493,9 @@ class Propagation:
         return fx.GraphModule({}, graph, class_name="Facts")
 
 
-def _draws(op: Op) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
-
-
 def _is_pure(op: Op) -> bool:
     """Whether a fact may compute a result once more: facts are graphs without functions, and must draw no other random numbers."""
-    return all(v.pure for v in op.values) and not _draws(op) and not isinstance(op.target, torch._ops.HigherOrderOperator)
+    return all(v.pure for v in op.values) and not draws(op.target) and not isinstance(op.target, torch._ops.HigherOrderOperator)
 
 
 def _is_first_unshared(value: Value) -> bool:

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.fx as fx
 
@@ -52,6 +54,11 @@ def writes(node: fx.Node) -> bool:
     """Whether a node does something besides giving a result: it writes into an input, or it asserts."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and (schema.is_mutable or schema.name.startswith("aten::_assert"))
+
+
+def draws(target: Any) -> bool:
+    """Whether an operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:

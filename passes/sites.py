@@ -25,6 +25,7 @@ from dualkv_compile.passes.errors import Barrier
 from dualkv_compile.passes.graph import Request, Window
 from dualkv_compile.passes.layout import Atom, Kind, Layout, is_columns, over_tokens, product, same
 from dualkv_compile.passes.mask_profile import Refused
+from dualkv_compile.passes.simplify import grad_enabled
 from dualkv_compile.passes.values import Value
 
 aten = torch.ops.aten
@@ -91,7 +92,7 @@ def through_scores(engine, op) -> Any:
     )
 
     target = op.target
-    if any(_is_score(v) and v.node.meta["region"].grad_enabled != engine.emitter.region.grad_enabled for v in op.values):
+    if any(_is_score(v) and grad_enabled(v.node) != engine.emitter.region.grad_enabled for v in op.values):
         raise Barrier("computes a part of the attention without gradients")
     if target in _VIEWS:
         score = op.args[0]
@@ -433,7 +434,7 @@ def _without_repeats(engine, operand: Heads) -> Heads:
         return operand
     value = operand.value
     while any(a.kind is Kind.CONSTANT for a in value.layout.atoms()):
-        if value.node.target not in _LOOK_THROUGH or value.node.meta["region"].grad_enabled != engine.emitter.region.grad_enabled:
+        if value.node.target not in _LOOK_THROUGH or grad_enabled(value.node) != engine.emitter.region.grad_enabled:
             return operand
         value = engine.values[value.node.args[0]]
     atoms = value.layout.atoms()

@@ -218,6 +218,7 @@ class _Recorder(TorchDispatchMode):
         self.region = Region()
         self.source: str | None = None
         self.describes = False  # what is recorded says what an operator on functions computes, and is not computed itself
+        self.functionalisation: _Functionalisation  # above, while a graph is run
         self.unwritten: list[FunctionalTensor] = []  # what may be a view, or have one, of which nothing recorded tells
         self.block_masks: list[tuple] = []  # (mask, block size, what create_block_mask makes of it)
         self._nodes: dict[int, fx.Node] = {}
