@@ -182,18 +182,18 @@ def largest(update, rows, deadline):
     free, total = torch.cuda.mem_get_info()
     reserve = total - free - torch.cuda.memory_reserved()  # the CUDA context, and others
     guess = int((total - reserve - first) / ((second - first) / rows) + rows)
-    seconds = time.time()
-    fits, tried, step = 0, {}, max(1, guess // 33)
-    while time.time() + (time.time() - seconds) / max(len(tried), 1) < deadline and len(tried) < 8:
-        if guess not in tried:
-            tried[guess] = update.try_rows(guess) is not None
-            print(f"    {update.way}: a micro-batch of {guess} rows {'fits' if tried[guess] else 'does not fit'}", flush=True)
-        fits = max([r for r, good in tried.items() if good], default=0)
-        worst = min([r for r, good in tried.items() if not good], default=None)
-        if worst is not None and worst - fits <= step:
-            break
-        guess = guess + step if tried[guess] else guess - step
-    return (fits, True) if fits else (guess, False)
+    begin, trials, step = time.time(), 0, max(1, guess // 33)
+    fits, fails, jump = 2 * rows, None, step
+    while fails is None or fails - fits > step:
+        if time.time() + (time.time() - begin) / max(trials, 1) > deadline:
+            return guess, False
+        good = update.try_rows(guess) is not None
+        trials += 1
+        print(f"    {update.way}: a micro-batch of {guess} rows {'fits' if good else 'does not fit'}", flush=True)
+        fits, fails = (guess, fails) if good else (fits, guess)
+        guess = fits + jump if fails is None else max((fits + fails) // 2, fails - jump)
+        jump *= 2
+    return fits, True
 
 
 def measure(sizes, way, checkpointing, device, arguments, deadline):

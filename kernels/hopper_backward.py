@@ -174,11 +174,6 @@ def _query_step(b_dk, b_dv, p_eight, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, 
         mbarrier.arrive(do_free.index(stage), count=1)
         _add_rows(p_eight, m & 7, b_dq, D)
     else:
-        # In step as above. Without this wait the kernel hung as soon as another process computed on the same GPU. Probably because nobody
-        # used ``ds_full`` then: the memory of a barrier that nothing uses is taken for what the partitions are passed.
-        buffer = i & 1
-        mbarrier.arrive(ds_full.index(buffer), count=1)
-        mbarrier.wait(ds_full.index(buffer), (i // 2) & 1)
         b_delta = s_delta.index(stage).load(gl.SliceLayout(0, l_s))
         b_ds = (b_p * (b_dp - b_delta[None, :])).to(dtype)
         b_dk = warpgroup_mma(gl.convert_layout(b_ds, l_p), s_q.index(stage), b_dk, is_async=True)
@@ -252,16 +247,18 @@ def key_gradients(d_q, d_k, d_v, d_do, p_dq, p_lse2, p_delta, p_dk, p_dv, p_tile
     l_stat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     s_lse = gl.allocate_shared_memory(gl.float32, [STAGES, BM], l_stat)
     s_delta = gl.allocate_shared_memory(gl.float32, [STAGES, BM], l_stat)
-    s_ds = s_k
+    kv_full = barriers(1, 1)
+    # Without ACCUMULATE, other memory stands for what is not there. A barrier that is initialised and then used by nobody
+    # made the kernel hang once another process computed on the GPU: its memory is taken for what the partitions are passed.
+    s_ds, ds_full = s_k, kv_full
     if ACCUMULATE:
         l_ds: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, BM], d_q.dtype)
         s_ds = gl.allocate_shared_memory(d_q.dtype, [4, HALF, BM], l_ds)
-    kv_full = barriers(1, 1)
+        ds_full = barriers(2, 2)
     q_full = barriers(STAGES, 2)
     do_full = barriers(STAGES, 2)
     q_free = barriers(STAGES, 2)
     do_free = barriers(STAGES, 2)
-    ds_full = barriers(2, 2)
     gl.warp_specialize([
         (_consume_queries, (p_dq, s_k, s_v, s_q, s_do, s_lse, s_delta, s_ds, kv_full, q_full, q_free, do_full,
                             do_free, ds_full, p_dk, p_dv, scale2, scale, T8, k0, k1, end, kv_head, blocks, edges,

@@ -139,7 +139,7 @@ import oracle
 case = oracle.Case(groups=((8192, (1024,) * 16),) * 2, heads=32, kv_heads=8, head_dim={dim}, value_dim={dim})
 q, k, v, _, dout, _ = (None if x is None else x.cuda() for x in case.inputs(torch.bfloat16))
 torch.use_deterministic_algorithms({deterministic}, warn_only=True)
-function, end = oracle.operation(case, "cuda"), time.time() + 15
+function, end = oracle.operation(case, "cuda"), time.time() + 8
 while time.time() < end:
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     torch.autograd.grad(function(*leaves, None)[0], leaves, dout)
