@@ -97,6 +97,7 @@ class CompiledGraph:
         if self.may_verify:
             marks = eager.verified(marks, self.candidates, args)
         if not marks:
+            self._complain_of_copies(args)
             return self._plain(args)
         plan = self._common_plan(marks, args)
         if (plan.num_rows == 1 and not plan.is_row) or plan.num_columns == 1 or not plan.num_real_tokens:
@@ -113,13 +114,13 @@ class CompiledGraph:
         refusals = [v for v in known if isinstance(v, Refusal)]
         blank = [self.names[i] for i, m in marks.items() if m.role == BLANK_OUTPUT]
         if blank:
-            reasons = [v.reason for v in refusals] or [_FALSE_FACTS]
+            reasons = [v.reason for v in refusals] or [self._false_facts(known)]
             raise NotRewritten(
                 f"expected operations that provably ignore padding, as an earlier compiled piece left it out of {', '.join(blank)} "
                 f"(zeros stand there); got: {'; '.join(reasons)}. Compile both pieces as one, mask the padding, or, where zeros at "
                 "padding positions are right for what follows, pass dualkv_compile.unmark(tensor)"
             )
-        return self._dense(key, args, plan, refusals, max((v.sites_found for v in known), default=0))
+        return self._dense(key, args, plan, known)
 
     def _candidates(
         self, keep: bool, known: list[Variant | Refusal], args: Sequence[Any], marks: dict[int, Mark], plan: Plan
@@ -191,10 +192,10 @@ class CompiledGraph:
             return self.plain(*args)
         return self._captured(args, self.plain_report)
 
-    def _dense(self, key: Any, args: Sequence[Any], plan: Plan, refusals: list[Refusal], sites_found: int) -> Any:
+    def _dense(self, key: Any, args: Sequence[Any], plan: Plan, known: list[Variant | Refusal]) -> Any:
         if key not in self.dense_reports:
-            reasons = list(dict.fromkeys(v.reason for v in refusals)) or [_FALSE_FACTS]
-            sites = max(_count_attention(self.gm), sites_found)
+            reasons = list(dict.fromkeys(v.reason for v in known if isinstance(v, Refusal))) or [self._false_facts(known)]
+            sites = max([_count_attention(self.gm), *(v.sites_found for v in known)])
             self.dense_reports[key] = self._record(Report(self.name, "dense", notes=reasons))
             self.dense_reports[key].attention_sites = sites
             self._complain(sites, 0, reasons)
@@ -256,8 +257,25 @@ class CompiledGraph:
             self.warned = True
             warnings.warn(f"dualkv: {message}. The result is right, but the prompt is recomputed there.", stacklevel=2)
 
+    def _complain_of_copies(self, args: Sequence[Any]) -> None:
+        plan = active_plan()
+        if plan is None or self.warned or self.options.detect:
+            return
+        shape = (1 if plan.is_row else plan.num_rows, plan.num_columns)
+        copies = [i for i in self.candidates if args[i].shape == shape and not args[i].is_floating_point()]
+        if copies:
+            self.warned = True
+            names = ", ".join(self.names[i] for i in copies)
+            warnings.warn(
+                f"dualkv: {names} of {self.name} carries no mark, though a batch of its shape is marked. Copies (.to, .clone, slices) "
+                "carry none: mark the tensors that the model is called with. The result is right, but every row computes its prompt.",
+                stacklevel=2,
+            )
 
-_FALSE_FACTS = "what it needs of the data does not hold in this batch"
+    def _false_facts(self, known: list[Variant | Refusal]) -> str:
+        read = sorted({i for v in known if isinstance(v, Variant) and v.rewrite.facts is not None for i in v.fact_inputs()})
+        whose = ", ".join(self.names[i] for i in read if i < len(self.names)) or "the data"
+        return f"what it needs of {whose} does not hold in this batch (of a mask: causal, equal in all rows, padding hidden)"
 
 
 class Refusal:
@@ -318,6 +336,9 @@ class Variant:
             attention_rewritten=self.rewrite.sites_rewritten,
             barriers=[report.Barrier(b.op, b.reason, b.source) for b in self.rewrite.barriers],
         )
+        batch = (1 if plan.is_row else plan.num_rows, plan.num_columns)
+        unmarked = [owner.names[i] for i in owner.candidates if i not in marks and tuple(args[i].shape[:2]) == batch]
+        self.notes = [f"{name} carries no mark: it is taken for each row's own, and what reads it runs dense" for name in unmarked]
         self.dumper = dump.Dumper(owner.options.dump, f"{owner.name}.{'kept' if keep else 'packed'}")
         self.dumper.passes(owner.gm, recorded, self.rewrite.gm)
         self._refresh_guards()
@@ -444,7 +465,7 @@ class Variant:
         facts = self.rewrite.facts
         if facts is None:
             return True
-        read = [a for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i in self._fact_inputs()]
+        read = [a for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i in self.fact_inputs()]
         if any(a.is_inference() for a in read):  # nothing tells whether they were written to since
             return bool(facts(*args, *extra))
         key = (self, tuple(sizes), tuple((id(a), a._version) for a in read))
@@ -454,7 +475,7 @@ class Variant:
                 plan.cache[key] = (bool(facts(*args, *extra)), read)
         return plan.cache[key][0]
 
-    def _fact_inputs(self) -> set[int]:
+    def fact_inputs(self) -> set[int]:
         if not hasattr(self, "_reads"):
             nodes = self.rewrite.facts.graph.find_nodes(op="placeholder")
             self._reads = {i for i, n in enumerate(nodes) if n.users}
@@ -467,6 +488,11 @@ class Variant:
         done.packed_tokens = plan.packing(keep=self.keep).num_tokens
         done.dense_flops = self._flops[0](*sizes) + flops.dense_per_pair * plan.score_elements_dense
         done.packed_flops = self._flops[1](*sizes) + flops.packed_per_pair * plan.score_elements_packed
+        done.notes = list(self.notes)
+        if done.packed_tokens == (plan.num_dense_tokens if self.keep else plan.num_real_tokens):
+            done.notes.append("no two rows of this batch share a prompt: nothing is left out but padding")
+        if done.attention_sites and not done.attention_rewritten and done.packed_flops >= done.dense_flops:
+            done.packed_tokens = done.dense_tokens
         self.dumper.report(done)
         device = args[self.owner.candidates[0]].device.type
         if torch.is_autocast_enabled(device):

@@ -350,3 +350,36 @@ def test_leaf_embeddings_get_their_own_gradients():
         found.append(embeds.grad if leaf else model.qkv.weight.grad.clone())
     assert relative(found[1], found[0]) < 1e-10
     assert latest().attention_rewritten == 1 or dualkv_compile.reports()[-1].attention_rewritten == 1
+
+
+def test_copies_of_a_marked_batch_are_named():
+    model, case = make(), batch_of([(6, [5, 5])])
+    call = compiled(model)
+    batch = mark(case, KEYS)
+    with pytest.warns(UserWarning, match="input_ids.* carries no mark, though a batch of its shape is marked"):
+        call(**{k: v.clone() for k, v in batch.items()})
+    assert [r.variant for r in dualkv_compile.reports()] == ["plain"]
+    dualkv_compile.unmark(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(make())(**batch)  # no batch is marked: plain is what is wanted
+
+
+def test_notes_say_what_keeps_a_batch_from_saving():
+    model, case = make(), batch_of([(6, [5, 5])])
+    call = compiled(model)
+    agree(model, call, case)
+    assert latest().notes == []
+    case["group_ids"] = torch.arange(2)
+    agree(model, call, case)
+    assert any("no two rows of this batch share a prompt" in n for r in dualkv_compile.reports() for n in r.notes)
+    agree(model, call, batch_of([(6, [5, 5])]))
+    assert not any(r.notes for r in dualkv_compile.reports())  # they are the latest call's
+    torch._dynamo.reset()
+    batch = mark(case, KEYS)
+    batch["attention_mask"] = batch["attention_mask"].clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled(model)(**batch)
+    notes = [note for r in dualkv_compile.reports() for note in r.notes]
+    assert any("attention_mask" in note and "carries no mark" in note for note in notes), notes
