@@ -16,7 +16,7 @@ import torch
 from transformers import Qwen3Config, Qwen3Model
 
 import dualkv_compile
-from dualkv_compile import backend, eager
+from dualkv_compile import backend, eager, variant
 
 
 def pieces():
@@ -99,8 +99,8 @@ def main():
 
         setattr(owner, name, run)
 
-    timed(backend.Variant, "__init__", "passes")
-    timed(backend.Variant, "compile", "inner compile")
+    timed(variant.Variant, "__init__", "passes")
+    timed(variant.Variant, "compile", "inner compile")
     original = backend.CompiledGraph.__call__
 
     def remember(self, *args):

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dualkv_compile.passes import masks
 from dualkv_compile.passes.layout import is_constant, over_tokens
+from dualkv_compile.passes.simplify import is_pointwise
 from dualkv_compile.passes.values import AtPadding, Value
 
 aten = torch.ops.aten
@@ -114,8 +115,7 @@ def _fact(engine, pure: Value, result: Value, is_zero: bool):
 
 def _element_wise(op) -> AtPadding | None:
     """The operation on the numbers that its operands are at padding."""
-    tags = getattr(op.target, "tags", ())
-    if op.target is not aten._to_copy.default and (torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags):
+    if op.target is not aten._to_copy.default and not is_pointwise(op.target):
         return None
     facts: list = []
 

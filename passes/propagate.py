@@ -31,7 +31,7 @@ from dualkv_compile.passes.graph import Emitter, Request, Window
 from dualkv_compile.passes.layout import Atom, Kind, Layout, Size, over_tokens, product
 from dualkv_compile.passes.regions import outline
 from dualkv_compile.passes.rules import RULES, Op, Result
-from dualkv_compile.passes.simplify import draws, grad_enabled, writes
+from dualkv_compile.passes.simplify import draws, grad_enabled, is_pointwise, writes
 from dualkv_compile.passes.trace import Region
 from dualkv_compile.passes.values import Undescribed, Value
 
@@ -269,8 +269,7 @@ class Propagation:
 
     def by_rule(self, op: Op) -> Any:
         rule = RULES.get(op.target)
-        random = draws(op.target)
-        if rule is None and torch.Tag.pointwise in getattr(op.target, "tags", ()) and not random and not writes(op.node):
+        if rule is None and is_pointwise(op.target) and not writes(op.node):
             rule = RULES["pointwise"]
         is_token = any(v.is_token for v in op.values)
         if op.target is functions.AUTOGRAD_FUNCTION and is_token and any(self.runs_packed(v) for v in op.values):
@@ -279,7 +278,8 @@ class Propagation:
             if is_token and isinstance(op.target, torch._ops.HigherOrderOperator):
                 raise Barrier("calls functions that are not looked into")
             if is_token:
-                raise Barrier("draws random numbers, which rows do not share" if random else "has no rule for packed tokens")
+                random = "draws random numbers, which rows do not share (dropout: 0 or eval() avoids it)"
+                raise Barrier(random if draws(op.target) else "has no rule for packed tokens")
             return self.dense_result(op, Result(None))
         result = rule(op)
         if not isinstance(result, Result):

@@ -20,6 +20,7 @@ from dualkv_compile.passes import masks
 from dualkv_compile.passes.errors import Barrier
 from dualkv_compile.passes.graph import Window
 from dualkv_compile.passes.layout import Dim, Kind, Layout, product, same
+from dualkv_compile.passes.simplify import is_pointwise
 from dualkv_compile.passes.values import Value
 
 aten = torch.ops.aten
@@ -117,7 +118,7 @@ def _is_entry_wise(op, routed: list[Value]) -> bool:
         return bool(op.arg(1)) and all(d % rank != 0 for d in op.arg(1))
     if target is aten.mm.default:
         return len(routed) == 1 and op.args[0] is x and not op.args[1].is_token
-    if torch.Tag.pointwise not in target.tags or torch.Tag.nondeterministic_seeded in target.tags:
+    if not is_pointwise(target):
         return target in (aten.masked_fill.Scalar, aten.where.self, aten.where.ScalarOther) and _aligns(op)
     return _aligns(op)
 

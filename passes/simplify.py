@@ -61,6 +61,11 @@ def draws(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
+def is_pointwise(target: Any) -> bool:
+    """Whether an operation makes each element of its result of those at the same place, and of nothing else."""
+    return torch.Tag.pointwise in getattr(target, "tags", ()) and not draws(target)
+
+
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:
     x, y = a.meta["val"], b.meta["val"]
     return x.dim() == y.dim() and all(same(m, n) for m, n in zip(x.shape, y.shape, strict=True))

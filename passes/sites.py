@@ -351,7 +351,7 @@ def attention_call(engine, op) -> Value:
     if not (query.is_token and key.is_token and value.is_token):
         raise Barrier("attends to or from something that does not belong to tokens")
     if dropout_p != 0.0:
-        raise Barrier("draws attention dropout, which rows do not share")
+        raise Barrier("draws attention dropout, which rows do not share (0 or eval() avoids it)")
     applied = []
     if mask is not None:
         if mask.is_packed or (mask.element is None and not mask.pure):

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dualkv_compile.passes.errors import Barrier
 from dualkv_compile.passes.layout import Kind, Layout, same
 from dualkv_compile.passes.rules import Result
+from dualkv_compile.passes.simplify import is_pointwise
 from dualkv_compile.passes.values import Value
 
 aten = torch.ops.aten
@@ -180,7 +181,7 @@ class _Run(TorchDispatchMode):
             raise self._not_of_the_class(func)
         is_token = any(k.is_token for k in known)
         linear = any(k.is_linear for k in known)
-        pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags and not func._schema.is_mutable
+        pointwise = is_pointwise(func) and not func._schema.is_mutable
         if func in _ZEROS:
             return _Tensor(is_token, True)
         if func in _COPIES:

@@ -426,7 +426,7 @@ def test_an_internal_error_is_loud_and_leaves_the_batch_right(monkeypatch):
 
     case = batch_of(vocab=32, **FULL)
     model = Decoder()
-    monkeypatch.setattr("dualkv_compile.backend.propagate", broken)
+    monkeypatch.setattr("dualkv_compile.variant.propagate", broken)
     compiled = torch.compile(model, backend="dualkv", options={"inner_backend": "aot_eager"})
     with pytest.warns(dualkv_compile.errors.InternalErrorWarning, match="out of order"):
         actual = compiled(**mark(case))

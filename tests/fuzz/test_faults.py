@@ -47,9 +47,9 @@ def compiled(model, **options):
 
 # where a compilation passes through, in order
 PLACES = [
-    "dualkv_compile.backend.trace",
-    "dualkv_compile.backend.simplify",
-    "dualkv_compile.backend.propagate",
+    "dualkv_compile.variant.trace",
+    "dualkv_compile.variant.simplify",
+    "dualkv_compile.variant.propagate",
     "dualkv_compile.inner.compile_graph",
     "dualkv_compile.passes.propagate.outline",
     "dualkv_compile.passes.propagate.eliminate_dead_code",
