@@ -115,7 +115,7 @@ class CompiledGraph:
                 f"(zeros stand there); got: {'; '.join(reasons)}. Compile both pieces as one, mask the padding, or, where zeros at "
                 "padding positions are right for what follows, pass dualkv_compile.unmark(tensor)"
             )
-        return self._dense(key, args, plan, known)
+        return self._dense(key, args, marks, plan, known)
 
     def _candidates(
         self, keep: bool, known: list[Variant | Refusal], args: Sequence[Any], marks: dict[int, Mark], plan: Plan
@@ -140,7 +140,8 @@ class CompiledGraph:
 
     def _make(self, args: Sequence[Any], marks: dict[int, Mark], plan: Plan, keep: bool) -> Variant:
         variant = Variant(self, args, marks, plan, keep)
-        reasons = [f"{b.op}: {b.reason}" for b in variant.report.barriers]
+        variant.notes = self._unmarked(args, marks, plan)
+        reasons = [f"{b.op}: {b.reason}" for b in variant.report.barriers] + variant.notes
         self._complain(variant.rewrite.sites_found, variant.rewrite.sites_rewritten, reasons)
         return variant
 
@@ -187,9 +188,10 @@ class CompiledGraph:
             return self.plain(*args)
         return self._captured(args, self.plain_report)
 
-    def _dense(self, key: Any, args: Sequence[Any], plan: Plan, known: list[Variant | Refusal]) -> Any:
+    def _dense(self, key: Any, args: Sequence[Any], marks: dict[int, Mark], plan: Plan, known: list[Variant | Refusal]) -> Any:
         if key not in self.dense_reports:
             reasons = list(dict.fromkeys(v.reason for v in known if isinstance(v, Refusal))) or [self._false_facts(known)]
+            reasons += self._unmarked(args, marks, plan)
             sites = max([_count_attention(self.gm), *(v.sites_found for v in known)])
             self.dense_reports[key] = self._record(Report(self.name, "dense", notes=reasons))
             self.dense_reports[key].attention_sites = sites
@@ -256,16 +258,21 @@ class CompiledGraph:
         plan = active_plan()
         if plan is None or self.warned or self.options.detect:
             return
-        shape = (1 if plan.is_row else plan.num_rows, plan.num_columns)
-        copies = [i for i in self.candidates if args[i].shape == shape and not args[i].is_floating_point()]
+        tensors = [(self.names[i], args[i]) for i in self.candidates if not args[i].is_floating_point()]
+        copies = [name for name, x in tensors if x.shape == plan.shape or (x._base is not None and is_marked(x._base))]
         if copies:
             self.warned = True
-            names = ", ".join(self.names[i] for i in copies)
             warnings.warn(
-                f"dualkv: {names} of {self.name} carries no mark, though a batch of its shape is marked. Copies (.to, .clone, slices) "
-                "carry none: mark the tensors that the model is called with. The result is right, but every row computes its prompt.",
+                f"dualkv: {', '.join(copies)} of {self.name} carries no mark, though a batch of its shape, or what it is a part of, is "
+                "marked. Copies (.to, .clone, slices) carry no mark: mark the tensors that the model is called with, after the last copy. "
+                "The result is right, but every row computes its prompt. If another batch was meant to run plain, ignore this.",
                 stacklevel=2,
             )
+
+    def _unmarked(self, args: Sequence[Any], marks: dict[int, Mark], plan: Plan) -> list[str]:
+        """A sentence for each tensor of the batch's shape that carries no mark, although others do."""
+        names = [self.names[i] for i in self.candidates if i not in marks and tuple(args[i].shape[:2]) == plan.shape]
+        return [f"{name} carries no mark, so that it counts as each row's own" for name in names]
 
     def _false_facts(self, known: list[Variant | Refusal]) -> str:
         read = sorted({i for v in known if isinstance(v, Variant) and v.rewrite.facts is not None for i in v.fact_inputs()})
@@ -284,7 +291,10 @@ def explain(model: Callable, options: dict | None = None) -> Callable[..., Repor
         torch.compile(model, backend=dualkv, options=options)(*args, **kwargs)
         new = report.reports()[before:]
         if not new:
-            raise RuntimeError("nothing was compiled; is torch.compile disabled (TORCHDYNAMO_DISABLE), or was this explained already?")
+            raise RuntimeError(
+                "nothing was compiled; is torch.compile disabled (TORCHDYNAMO_DISABLE), or was this explained already "
+                "(torch._dynamo.reset() first)?"
+            )
         return max(new, key=lambda r: (r.attention_rewritten, r.attention_sites))
 
     return run

@@ -328,8 +328,10 @@ def _main_entry(named):
                 if tensor.ndim != ndim:
                     expected = "[B, S]" if ndim == 2 else "[B, S, H]"
                     raise InvalidMark(
-                        f"expected {name} of shape {expected}, got {list(tensor.shape)}. Pass whole rows."
+                        f"expected {name} of shape {expected}, got {list(tensor.shape)}. Pass whole rows, x[None] for one."
                     )
+                if name == "input_ids" and tensor.dtype not in INTEGERS:
+                    raise InvalidMark(f"expected input_ids of integer dtype, got {tensor.dtype}. Pass token ids.")
                 return key, tensor
     candidates = [(key, tensor) for key, tensor in named if tensor.ndim >= 2]
     # Masks and positions come in shapes that do not begin with B and S.
@@ -394,7 +396,7 @@ def _check_per_row(values, name, num_rows, expected):
     if not isinstance(values, torch.Tensor):
         raise InvalidMark(
             f"expected {name} to be {expected} [{num_rows}], one value a row, got {type(values).__name__}. "
-            "Use torch.tensor."
+            "Pass torch.tensor of numbers (number what has names)."
         )
     if values.dtype not in INTEGERS or tuple(values.shape) != (num_rows,):
         raise InvalidMark(

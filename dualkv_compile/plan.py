@@ -222,6 +222,11 @@ class Plan:
         self.score_elements_dense = self.num_rows * (self.num_columns * (self.num_columns + 1) // 2)
         self.score_elements_packed = int((lengths * prefixes + lengths * (lengths + 1) // 2).sum())
 
+    @property
+    def shape(self):
+        """Of the batch's tensors: their first two dimensions."""
+        return self.num_rows, self.num_columns
+
     def _forget(self):
         self.cache = {}
         self._packings = {}

@@ -52,7 +52,7 @@ class Report:
             return f"{dense:,} -> {packed:,}" + (f"  ({dense / packed:.2f}x fewer)" if packed else "")
 
         if self.variant == "plain":
-            calls = f"{self.calls}, with unmarked tensors: mark after the last .to() or .clone()"
+            calls = f"{self.calls}, with unmarked tensors: mark after the last .to() or .clone() (with detect: no rows began alike)"
             return f"{'graph':16}  {self.graph} (plain: as the inner backend compiles it)\n{'calls':16}  {calls}"
         rows = [
             ("graph", f"{self.graph} ({self.variant})"),

@@ -82,9 +82,7 @@ class Variant:
             attention_rewritten=self.rewrite.sites_rewritten,
             barriers=[report.Barrier(b.op, b.reason, b.source) for b in self.rewrite.barriers],
         )
-        batch = (1 if plan.is_row else plan.num_rows, plan.num_columns)
-        unmarked = [owner.names[i] for i in owner.candidates if i not in marks and tuple(args[i].shape[:2]) == batch]
-        self.notes = [f"{name} carries no mark: it is taken for each row's own, and what reads it runs dense" for name in unmarked]
+        self.notes: list[str] = []
         self.dumper = dump.Dumper(owner.options.dump, f"{owner.name}.{'kept' if keep else 'packed'}")
         self.dumper.passes(owner.gm, recorded, self.rewrite.gm)
         self._refresh_guards()

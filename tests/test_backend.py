@@ -356,9 +356,12 @@ def test_copies_of_a_marked_batch_are_named():
     model, case = make(), batch_of([(6, [5, 5])])
     call = compiled(model)
     batch = mark(case, KEYS)
-    with pytest.warns(UserWarning, match="input_ids.* carries no mark, though a batch of its shape is marked"):
+    with pytest.warns(UserWarning, match="input_ids.* carries no mark, though a batch of its shape"):
         call(**{k: v.clone() for k, v in batch.items()})
     assert [r.variant for r in dualkv_compile.reports()] == ["plain"]
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match="or what it is a part of, is marked"):
+        compiled(model)(**{k: v[:1] for k, v in batch.items()})  # a micro-batch, sliced after it was marked
     dualkv_compile.unmark(batch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
