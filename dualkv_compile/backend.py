@@ -75,7 +75,8 @@ class CompiledGraph:
         self.fallbacks: list[tuple[tuple[float, ...], inner.SizeGuards, Callable]] = []
         self.variants: dict[Any, list[Variant | Refusal]] = {}
         self.dense_reports: dict[Any, Report] = {}
-        self.warned = False
+        self.warned = False  # of sites that were not rewritten
+        self.warned_of_copies = False
         self.may_verify = self.after is After.RETURNED and eager.may_verify(gm, self.names, fakes)
         verifies = self.may_verify and active_plan() is not None
         if not options.detect and not verifies and not any(is_marked(_example(n)) for n in placeholders_of_whole(gm)):
@@ -140,7 +141,6 @@ class CompiledGraph:
 
     def _make(self, args: Sequence[Any], marks: dict[int, Mark], plan: Plan, keep: bool) -> Variant:
         variant = Variant(self, args, marks, plan, keep)
-        variant.notes = self._unmarked(args, marks, plan)
         reasons = [f"{b.op}: {b.reason}" for b in variant.report.barriers] + variant.notes
         self._complain(variant.rewrite.sites_found, variant.rewrite.sites_rewritten, reasons)
         return variant
@@ -191,7 +191,7 @@ class CompiledGraph:
     def _dense(self, key: Any, args: Sequence[Any], marks: dict[int, Mark], plan: Plan, known: list[Variant | Refusal]) -> Any:
         if key not in self.dense_reports:
             reasons = list(dict.fromkeys(v.reason for v in known if isinstance(v, Refusal))) or [self._false_facts(known)]
-            reasons += self._unmarked(args, marks, plan)
+            reasons += self.unmarked(args, marks, plan)
             sites = max([_count_attention(self.gm), *(v.sites_found for v in known)])
             self.dense_reports[key] = self._record(Report(self.name, "dense", notes=reasons))
             self.dense_reports[key].attention_sites = sites
@@ -256,12 +256,12 @@ class CompiledGraph:
 
     def _complain_of_copies(self, args: Sequence[Any]) -> None:
         plan = active_plan()
-        if plan is None or self.warned or self.options.detect:
+        if plan is None or self.warned_of_copies or self.options.detect:
             return
         tensors = [(self.names[i], args[i]) for i in self.candidates if not args[i].is_floating_point()]
         copies = [name for name, x in tensors if x.shape == plan.shape or (x._base is not None and is_marked(x._base))]
         if copies:
-            self.warned = True
+            self.warned_of_copies = True
             warnings.warn(
                 f"dualkv: {', '.join(copies)} of {self.name} carries no mark, though a batch of its shape, or what it is a part of, is "
                 "marked. Copies (.to, .clone, slices) carry no mark: mark the tensors that the model is called with, after the last copy. "
@@ -269,7 +269,7 @@ class CompiledGraph:
                 stacklevel=2,
             )
 
-    def _unmarked(self, args: Sequence[Any], marks: dict[int, Mark], plan: Plan) -> list[str]:
+    def unmarked(self, args: Sequence[Any], marks: dict[int, Mark], plan: Plan) -> list[str]:
         """A sentence for each tensor of the batch's shape that carries no mark, although others do."""
         names = [self.names[i] for i in self.candidates if i not in marks and tuple(args[i].shape[:2]) == plan.shape]
         return [f"{name} carries no mark, so that it counts as each row's own" for name in names]

@@ -174,6 +174,7 @@ class Plan:
         groups: list of lists of rows, ascending, in the order of the groups' first rows.
         first_rows: ``[B]`` NumPy: the first row of each row's group.
         starts, stops, prompt_ends: ``[B]`` NumPy.
+        shares_prompt: whether two rows share any prompt token.
         padding: "none", "right" or "left" (which may have right padding as well, or rows of only padding); of gaps it says nothing.
         gaps, has_gaps: ``[B, 2]`` NumPy, and whether there are any.
         num_dense_tokens, num_real_tokens, num_packed_tokens: ``B*S``; without padding; without padding and repetition.
@@ -196,6 +197,9 @@ class Plan:
         self.owned = int(owned)
         self.device = _with_index(torch.device(device))
         self._forget()
+
+        shared_ends = self.prompt_ends - self.owned
+        self.shares_prompt = any(len(rows) > 1 and shared_ends[rows[0]] > self.starts[rows[0]] for rows in self.groups)
 
         if self.starts.any() or (self.stops == 0).any():
             self.padding = "left"

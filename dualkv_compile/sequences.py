@@ -90,6 +90,7 @@ class RowPlan(Plan):
             longest = max(inner.num_columns, tail)
             self._inner[True] = Plan(rest, longest, [*inner.prompt_ends, 0], stops=[*lengths, tail], **options)
         self.groups, self.first_rows, self.prompt_ends = inner.groups, inner.first_rows, inner.prompt_ends
+        self.shares_prompt = inner.shares_prompt
         self.starts, self.stops = np.zeros(1, np.int64), self.bounds[-1:]
         self.gaps, self.has_gaps = np.zeros((1, 2), np.int64), False
         self.padding = "right" if tail else "none"

@@ -82,7 +82,7 @@ class Variant:
             attention_rewritten=self.rewrite.sites_rewritten,
             barriers=[report.Barrier(b.op, b.reason, b.source) for b in self.rewrite.barriers],
         )
-        self.notes: list[str] = []
+        self.notes = owner.unmarked(args, marks, plan)
         self.dumper = dump.Dumper(owner.options.dump, f"{owner.name}.{'kept' if keep else 'packed'}")
         self.dumper.passes(owner.gm, recorded, self.rewrite.gm)
         self._refresh_guards()
@@ -233,7 +233,7 @@ class Variant:
         done.dense_flops = self._flops[0](*sizes) + flops.dense_per_pair * plan.score_elements_dense
         done.packed_flops = self._flops[1](*sizes) + flops.packed_per_pair * plan.score_elements_packed
         done.notes = list(self.notes)
-        if done.packed_tokens == (plan.num_dense_tokens if self.keep else plan.num_real_tokens):
+        if not plan.shares_prompt:
             done.notes.append("no two rows of this batch share a prompt: nothing is left out but padding")
         if done.attention_sites and not done.attention_rewritten and done.packed_flops >= done.dense_flops:
             done.packed_tokens = done.dense_tokens

@@ -162,6 +162,7 @@ def test_dropout_is_not_shared():
         compiled(model)(**mark(case, KEYS))
     report = latest()
     assert report.attention_rewritten == 0 and any("random" in b.reason for b in report.barriers)
+    assert report.packed_tokens == report.dense_tokens  # nothing ran packed
     agree(model.eval(), compiled(model), case)
 
 
@@ -362,6 +363,12 @@ def test_copies_of_a_marked_batch_are_named():
     torch._dynamo.reset()
     with pytest.warns(UserWarning, match="or what it is a part of, is marked"):
         compiled(model)(**{k: v[:1] for k, v in batch.items()})  # a micro-batch, sliced after it was marked
+    model.train().dropout.p = 0.5
+    call = compiled(model)
+    with pytest.warns(UserWarning, match="carries no mark"):
+        call(**{k: v.clone() for k, v in batch.items()})
+    with pytest.warns(UserWarning, match="were not rewritten"):
+        call(**batch)  # the one warning does not take the place of the other
     dualkv_compile.unmark(batch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -378,6 +385,11 @@ def test_notes_say_what_keeps_a_batch_from_saving():
     assert any("no two rows of this batch share a prompt" in n for r in dualkv_compile.reports() for n in r.notes)
     agree(model, call, batch_of([(6, [5, 5])]))
     assert not any(r.notes for r in dualkv_compile.reports())  # they are the latest call's
+    gap = batch_of([(7, [5, 5])])  # as many tokens in the gap, which are computed, as are saved of the prompt
+    gap["batch"]["attention_mask"][:, 7:10] = 0
+    agree(model, call, gap)
+    assert 18 in [r.packed_tokens for r in dualkv_compile.reports()]  # as many as are real
+    assert not any("share" in n for r in dualkv_compile.reports() for n in r.notes)
     torch._dynamo.reset()
     batch = mark(case, KEYS)
     batch["attention_mask"] = batch["attention_mask"].clone()
