@@ -236,7 +236,7 @@ class Variant:
         if not plan.shares_prompt:
             done.notes.append("no two rows of this batch share a prompt: nothing is left out but padding")
         if done.attention_sites and not done.attention_rewritten and done.packed_flops >= done.dense_flops:
-            done.packed_tokens = done.dense_tokens
+            done.notes.append("no product and no attention ran packed: the tokens are what the batch could have been packed to")
         self.dumper.report(done)
         device = args[self.owner.candidates[0]].device.type
         if torch.is_autocast_enabled(device):

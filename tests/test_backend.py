@@ -162,7 +162,7 @@ def test_dropout_is_not_shared():
         compiled(model)(**mark(case, KEYS))
     report = latest()
     assert report.attention_rewritten == 0 and any("random" in b.reason for b in report.barriers)
-    assert report.packed_tokens == report.dense_tokens  # nothing ran packed
+    assert any("ran packed" in note for note in report.notes)  # its token count alone looks like a saving
     agree(model.eval(), compiled(model), case)
 
 
