@@ -86,9 +86,6 @@ def micro_batches(sizes, way, ids, lengths, rows, device):
         if way == "dualkv":
             inputs["attention_mask"] = torch.cat([torch.ones(len(part), sizes.prompt, dtype=torch.long), own.long()], 1).to(device)
             dualkv_compile.mark_shared_prompt(inputs, sizes.prompt, group_ids=part // sizes.group)
-        for tensor in inputs.values():
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            torch._dynamo.maybe_mark_dynamic(tensor, 1)
         batches.append((inputs, own.to(device)))
     return batches
 
@@ -111,7 +108,8 @@ class Update:
             return decoder(**inputs, use_cache=False).last_hidden_state[:, prompt - 1 : -1]
 
         backend = {"plain": options.get("inner_backend", "inductor"), "dualkv": "dualkv"}[way]
-        self.decode = torch.compile(hidden_of_responses, backend=backend, options=options if way == "dualkv" else None)
+        # the plain way's micro-batches differ in width: one graph for all of them
+        self.decode = torch.compile(hidden_of_responses, backend=backend, dynamic=True, options=options if way == "dualkv" else None)
 
     def accumulate(self, inputs, own, count):
         """Forward and backward of one micro-batch; `count`: response tokens of the whole batch."""
@@ -127,9 +125,13 @@ class Update:
             loss.backward()
         return loss.detach()
 
-    def step(self, batches):
-        count = sum(own.sum() for _, own in batches)
-        total = sum(self.accumulate(inputs, own, count) for inputs, own in batches)
+    def step(self, batches, progress=False):
+        count, total, begin = sum(own.sum() for _, own in batches), 0, time.time()
+        for i, (inputs, own) in enumerate(batches):
+            total += self.accumulate(inputs, own, count)
+            if progress:
+                total.item()
+                print(f"    {self.way}: micro-batch {i + 1} of {len(batches)} after {time.time() - begin:.0f} s", flush=True)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
         return total
@@ -210,7 +212,7 @@ def measure(sizes, way, checkpointing, device, arguments, deadline):
             torch.cuda.reset_peak_memory_stats()
         synchronize()
         begin = time.perf_counter()
-        loss = update.step(batches)
+        loss = update.step(batches, progress=i == 0)
         synchronize()
         seconds.append(time.perf_counter() - begin)
     found = dict(way=way, checkpointing=checkpointing, rows=rows, loss=float(loss))
