@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import logging
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ from dualkv_compile.passes.functions import FLEX_ATTENTION
 from dualkv_compile.plan import Plan
 from dualkv_compile.report import Report
 from dualkv_compile.surroundings import After, placeholders_of_whole, what_follows
+from dualkv_compile.telling import label, warn
 from dualkv_compile.variant import Refusal, Variant, token_input
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ class CompiledGraph:
         placeholders = gm.graph.find_nodes(op="placeholder")
         fakes = [n.meta.get("example_value") for n in placeholders]
         self.names = [n.name for n in placeholders]
+        self.labels = [label(n) for n in placeholders]  # the same in messages
         self.specs = [inner.InputSpec.of(f if f is not None else e) for f, e in zip(fakes, example_inputs, strict=True)]
         # a parameter is never marked: looking at the other arguments alone keeps a call cheap
         self.candidates = [i for i, s in enumerate(self.specs) if s.shape is not None and len(s.shape) >= 2 and not s.is_parameter]
@@ -108,7 +109,7 @@ class CompiledGraph:
                     self._guard_gradients(args, marks)
                     return variant.run(args, *ready)
         refusals = [v for v in known if isinstance(v, Refusal)]
-        blank = [self.names[i] for i, m in marks.items() if m.role == BLANK_OUTPUT]
+        blank = [self.labels[i] for i, m in marks.items() if m.role == BLANK_OUTPUT]
         if blank:
             reasons = [v.reason for v in refusals] or [self._false_facts(known)]
             raise NotRewritten(
@@ -169,11 +170,10 @@ class CompiledGraph:
                 raise
             log.warning("%s: an internal error; the batch runs as if it were unmarked", self.name, exc_info=True)
             where = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-            warnings.warn(
+            warn(
                 f"dualkv: internal error while rewriting or compiling {self.name} ({where}). The batch runs as if it were unmarked: right, "
                 "but slow. Please report it; strict=True raises it",
                 InternalErrorWarning,
-                stacklevel=2,
             )
             known.append(Refusal(keep, f"internal error: {where}"))
             return None
@@ -226,7 +226,7 @@ class CompiledGraph:
     def _guard_gradients(self, args: Sequence[Any], marks: dict[int, Mark]) -> None:
         for i, mark in marks.items():
             if args[i].requires_grad and torch.is_grad_enabled() and token_input(mark, args[i]).shared:
-                guard(args[i], mark, self.names[i])
+                guard(args[i], mark, self.labels[i])
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class CompiledGraph:
         if any(p is not plans[0] and p != plans[0] for p in plans[1:]):
             raise InvalidMark(
                 f"expected the marked inputs of one call to come from one mark_shared_prompt, got different batches: "
-                f"{', '.join(f'{self.names[i]} of {m.plan}' for i, m in marks.items())}; mark them together"
+                f"{', '.join(f'{self.labels[i]} of {m.plan}' for i, m in marks.items())}; mark them together"
             )
         device = args[next(iter(marks))].device
         return plans[0].on(device)
@@ -252,31 +252,30 @@ class CompiledGraph:
             raise NotRewritten(message + ". strict=True makes this an error; dualkv_compile.explain shows the details")
         if not self.warned:
             self.warned = True
-            warnings.warn(f"dualkv: {message}. The result is right, but the prompt is recomputed there.", stacklevel=2)
+            warn(f"dualkv: {message}. The result is right, but the prompt is recomputed there.")
 
     def _complain_of_copies(self, args: Sequence[Any]) -> None:
         plan = active_plan()
         if plan is None or self.warned_of_copies or self.options.detect:
             return
-        tensors = [(self.names[i], args[i]) for i in self.candidates if not args[i].is_floating_point()]
+        tensors = [(self.labels[i], args[i]) for i in self.candidates if not args[i].is_floating_point()]
         copies = [name for name, x in tensors if x.shape == plan.shape or (x._base is not None and is_marked(x._base))]
         if copies:
             self.warned_of_copies = True
-            warnings.warn(
+            warn(
                 f"dualkv: {', '.join(copies)} of {self.name} carries no mark, though a batch of its shape, or what it is a part of, is "
                 "marked. Copies (.to, .clone, slices) carry no mark: mark the tensors that the model is called with, after the last copy. "
-                "The result is right, but every row computes its prompt. If another batch was meant to run plain, ignore this.",
-                stacklevel=2,
+                "The result is right, but every row computes its prompt. If another batch was meant to run plain, ignore this."
             )
 
     def unmarked(self, args: Sequence[Any], marks: dict[int, Mark], plan: Plan) -> list[str]:
         """A sentence for each tensor of the batch's shape that carries no mark, although others do."""
-        names = [self.names[i] for i in self.candidates if i not in marks and tuple(args[i].shape[:2]) == plan.shape]
+        names = [self.labels[i] for i in self.candidates if i not in marks and tuple(args[i].shape[:2]) == plan.shape]
         return [f"{name} carries no mark, so that it counts as each row's own" for name in names]
 
     def _false_facts(self, known: list[Variant | Refusal]) -> str:
         read = sorted({i for v in known if isinstance(v, Variant) and v.rewrite.facts is not None for i in v.fact_inputs()})
-        whose = ", ".join(self.names[i] for i in read if i < len(self.names)) or "the data"
+        whose = ", ".join(self.labels[i] for i in read if i < len(self.labels)) or "the data"
         return f"what it needs of {whose} does not hold in this batch (of a mask: causal, equal in all rows, padding hidden)"
 
 

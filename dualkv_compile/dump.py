@@ -7,13 +7,13 @@ import logging
 import os
 import shutil
 import subprocess
-import warnings
 from collections.abc import Callable
 
 import torch
 import torch.fx as fx
 
 from dualkv_compile.drawing import drawing
+from dualkv_compile.telling import warn
 
 log = logging.getLogger("dualkv_compile.passes")
 
@@ -80,9 +80,7 @@ class Dumper:
         return self.directory is not None
 
     def _give_up(self, error: OSError) -> None:
-        warnings.warn(
-            f"dualkv: expected a writable dump directory, got {self.directory!r} ({error}); nothing more is dumped", stacklevel=3
-        )
+        warn(f"dualkv: expected a writable dump directory, got {self.directory!r} ({error}); nothing more is dumped")
         self.directory = None
 
 

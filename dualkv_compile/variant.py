@@ -41,7 +41,7 @@ class Variant:
         self._plan_sizes: dict[Any, Any] = {}
         self._plan, self._args = plan, args
         self.scalars = owner.scalars_of(args)
-        for name, arg in zip(owner.names, args, strict=True):
+        for name, arg in zip(owner.labels, args, strict=True):
             if isinstance(arg, torch.Tensor) and is_traceable_wrapper_subclass(arg):
                 raise CannotDeduplicate(f"{name} is a {type(arg).__name__}, whose operations cannot be recorded")
         recorded = simplify(trace(owner.captured(self.scalars), self.inputs.fake_mode, self.inputs.fakes))

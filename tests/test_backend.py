@@ -375,6 +375,19 @@ def test_copies_of_a_marked_batch_are_named():
         compiled(make())(**batch)  # no batch is marked: plain is what is wanted
 
 
+def test_warnings_point_at_the_users_line_and_name_inputs_as_in_code():
+    model, case = make(), batch_of([(6, [5, 5])])
+    batch = mark(case, KEYS)
+
+    def loss(*, inputs):
+        return model(**inputs).sum()
+
+    call = torch.compile(loss, backend="dualkv", options={"inner_backend": "aot_eager"})
+    with pytest.warns(UserWarning, match=r"inputs\['input_ids'\], inputs\['attention_mask'\] of graph_\d+ carries no mark") as caught:
+        call(inputs={k: v.clone() for k, v in batch.items()})
+    assert [w.filename for w in caught if "carries no mark" in str(w.message)] == [__file__]
+
+
 def test_notes_say_what_keeps_a_batch_from_saving():
     model, case = make(), batch_of([(6, [5, 5])])
     call = compiled(model)
