@@ -85,7 +85,7 @@ class Profile:
         """The window, the condition on the key and that on the query, each None if there is none; or raises Refused."""
         for _, last, table in self.intervals:
             if last is not None and last < 0 and any(table):
-                raise Refused(f"a query may see a later key{self._depending(table)}")
+                raise Refused(f"a query may see a later key{self._depending(table) or f', that at q + {-last} for one'}")
         ahead = [(first, table) for first, last, table in self.intervals if last is None or last >= 0]
         seen = ahead[0][1]
         if not any(seen):

@@ -340,13 +340,13 @@ def _one_off():
 
 
 NEAR_MISSES = {
-    "one later key": (lambda p: _k() <= _q() + 1, "later key"),
+    "one later key": (lambda p: _k() <= _q() + 1, "later key, that at q + 1"),
     "not itself": (lambda p: _k() < _q(), "own key"),
     "window on the wrong side": (lambda p: _causal() & (_k() < _q() - 2), "own key"),
     "only the future": (lambda p: _k() >= _q(), "later key"),
     "both sides of a window": (lambda p: (_q() - _k()).abs() < 3, "later key"),
     "a gap in the window": (lambda p: _causal() & (_q() - _k() != 2), "distance of"),
-    "one element": (lambda p: _one_off(), "later key"),
+    "one element": (lambda p: _one_off(), "later key, depending on q - 2 == 0, kv - 4 == 0"),
     "one element less": (lambda p: _causal() & ~((_q() == 4) & (_k() == 2)), "absolute"),
     "prefix": (lambda p: _causal() | (_k() < 3), "later key"),
     "bidirectional in padding": (lambda p: _causal() | p[:, None, None, :].eq(0), "later key"),
