@@ -3,10 +3,11 @@
     python benchmarks/grpo_step.py --checkpointing off,on --out out       # on a GPU; --small: seconds on a CPU, of a tiny model
     python benchmarks/grpo_step.py --report out --write docs              # table and plot of what was measured, into docs/benchmarks.md
 
-An update is forward and backward over all rows in micro-batches, then AdamW, in bfloat16. Both ways compile the decoder up to the hidden
-states of the response columns; log-probabilities follow in chunks that are computed again in the backward, so that logits never exist for
-more than one chunk. The plain way gets every advantage: rows sorted by length and padded to the longest of their micro-batch, and no
-padding mask (right padding needs none), so that cuDNN skips what is not causal. dualkv gets whole groups, marked, and the mask.
+An update is forward and backward over all rows in micro-batches, then AdamW, in bfloat16. Log-probabilities are compiled too, in chunks
+that are computed again in the backward, so that logits never exist for more than one chunk. The plain way gets every advantage: rows
+sorted by length and padded to the longest of their micro-batch, no padding mask (right padding needs none), so that cuDNN skips what is
+not causal, and each layer compiled on its own, one graph for all of them and for every width (compiled whole with dynamic=True its first
+micro-batch had not finished after 295 s on an H200). dualkv gets whole groups, marked, and the mask, and is compiled whole.
 
 FLOPs count a multiply and an add as two, and a backward as two forwards; what checkpointing computes again is not counted. "real": of the
 packed tokens; "nominal": of the rows as the plain way runs them, padding included, whoever runs them.
@@ -42,7 +43,7 @@ class Sizes:
 
     layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary = 28, 2048, 6144, 16, 8, 128, 151936
     groups, group, prompt, response, chunk = 2, 16, 4096, 1024, 2048
-    rows = {("plain", "off"): 4, ("plain", "on"): 8, ("dualkv", "off"): 16, ("dualkv", "on"): 32}
+    rows = {("plain", "off"): 8, ("plain", "on"): 8, ("dualkv", "off"): 32, ("dualkv", "on"): 32}
 
 
 class Small(Sizes):
@@ -76,7 +77,7 @@ def rollout(sizes, rows):
 
 
 def micro_batches(sizes, way, ids, lengths, rows, device):
-    """[(inputs of the decoder, mask of the response tokens)], padded to the longest row of each."""
+    """[(inputs of the decoder, flat indices of response tokens in the columns after the prompt)], padded to each one's longest row."""
     order = lengths.argsort() if way == "plain" else torch.arange(len(ids))
     batches = []
     for part in order.split(rows):
@@ -86,7 +87,7 @@ def micro_batches(sizes, way, ids, lengths, rows, device):
         if way == "dualkv":
             inputs["attention_mask"] = torch.cat([torch.ones(len(part), sizes.prompt, dtype=torch.long), own.long()], 1).to(device)
             dualkv_compile.mark_shared_prompt(inputs, sizes.prompt, group_ids=part // sizes.group)
-        batches.append((inputs, own.to(device)))
+        batches.append((inputs, own.view(-1).nonzero().squeeze(1).to(device)))
     return batches
 
 
@@ -103,41 +104,47 @@ class Update:
         self.model = build(sizes, checkpointing, device, torch.bfloat16 if device == "cuda" else torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
         prompt, decoder = sizes.prompt, self.model.model
+        plain = options.get("inner_backend", "inductor")
+        self.score = torch.compile(score, backend=plain, dynamic=True)
 
         def hidden_of_responses(**inputs):
             return decoder(**inputs, use_cache=False).last_hidden_state[:, prompt - 1 : -1]
 
-        backend = {"plain": options.get("inner_backend", "inductor"), "dualkv": "dualkv"}[way]
-        # the plain way's micro-batches differ in width: one graph for all of them
-        self.decode = torch.compile(hidden_of_responses, backend=backend, dynamic=True, options=options if way == "dualkv" else None)
+        if way == "dualkv":
+            self.decode = torch.compile(hidden_of_responses, backend="dualkv", dynamic=True, options=options)
+        else:
+            self.decode = hidden_of_responses
+            for layer in decoder.layers:
+                layer.compile(backend=plain, dynamic=True)
 
     def accumulate(self, inputs, own, count):
         """Forward and backward of one micro-batch; `count`: response tokens of the whole batch."""
         attention = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if self.device == "cuda" else contextlib.nullcontext()
         with attention:
-            hidden = self.decode(**inputs)[own]
-            targets = inputs["input_ids"][:, self.sizes.prompt :][own]
+            hidden = self.decode(**inputs).flatten(0, 1).index_select(0, own)
+            targets = inputs["input_ids"][:, self.sizes.prompt :].flatten().index_select(0, own)
             weight, advantage = self.model.lm_head.weight, 1.0
             parts = zip(hidden.split(self.sizes.chunk), targets.split(self.sizes.chunk), strict=True)
-            logp = torch.cat([checkpoint(score, h, weight, t, use_reentrant=False) for h, t in parts])
+            logp = torch.cat([checkpoint(self.score, h, weight, t, use_reentrant=False) for h, t in parts])
             ratio = (logp - logp.detach()).exp()
             loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / count
             loss.backward()
         return loss.detach()
 
     def step(self, batches, progress=False):
-        count, total, begin = sum(own.sum() for _, own in batches), 0, time.time()
+        count, total, begin = sum(len(own) for _, own in batches), 0, time.time()
         for i, (inputs, own) in enumerate(batches):
             total += self.accumulate(inputs, own, count)
             if progress:
                 total.item()
                 print(f"    {self.way}: micro-batch {i + 1} of {len(batches)} after {time.time() - begin:.0f} s", flush=True)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
+        self.optimizer.zero_grad()
         return total
 
     def try_rows(self, rows):
-        """Peak memory of a micro-batch of that many rows, gradients and optimizer states there too; None if it does not fit."""
+        """Peak memory of a micro-batch of that many rows, gradients and optimizer states there too, as when gradients are accumulated; None
+        if it does not fit."""
         ids, lengths = rollout(self.sizes, rows)
         torch.cuda.reset_peak_memory_stats()
         try:
@@ -164,7 +171,7 @@ def counts(sizes, batches):
     result = dict(dense_tokens=0, packed_tokens=0, dense_flops=0, packed_flops=0)
     for inputs, own in batches:
         rows, columns = inputs["input_ids"].shape
-        head = int(own.sum()) * 2 * sizes.hidden * sizes.vocabulary
+        head = len(own) * 2 * sizes.hidden * sizes.vocabulary
         pairs = rows * columns * (columns + 1) // 2
         result["dense_tokens"] += rows * columns
         result["dense_flops"] += 3 * (rows * columns * products + head + pairs * 4 * width * sizes.layers)
