@@ -185,6 +185,7 @@ def counts(sizes, batches):
 
 def largest(update, rows, deadline):
     """(rows of the largest micro-batch, whether it was tried): from the memory that two sizes take, then tried around that."""
+    update.try_rows(1)  # gradients are there from now on
     first, second = update.try_rows(rows), update.try_rows(2 * rows)
     if first is None or second is None:
         return None, False
